@@ -805,8 +805,8 @@ MUTATIONS = (
     Mutation(
         "validation_on_training_text",
         "data/tokens.py",
-        "train, validation = text[:cut], text[cut:]",
-        "train, validation = text[:cut], text[:cut]",
+        "train, validation = text[:num_train], text[num_train:]",
+        "train, validation = text[:num_train], text[:num_train]",
         "the validation loss is that of the training text",
         ["tests/data/test_tokens.py"],
     ),

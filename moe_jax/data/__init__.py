@@ -1,1 +1,1 @@
-"""Token data: preparing text, tokenizers, and batches in the order of a seed."""
+"""Token data: text preparation, tokenizers, and batches in an order that a seed determines."""

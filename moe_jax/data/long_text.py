@@ -1,7 +1,7 @@
-"""The tokens of a text that is too long to encode at once, the same as if it were: overlapping windows are joined.
+"""Encoding of a text that is too long to encode at once, in overlapping windows; the tokens are the same.
 
-Where two windows overlap, both encode the same characters, with different context. If they agree on the middle of the
-overlap, they are joined there. If they do not, the first window is extended to twice its length, and encoded again.
+In an overlap, both windows encode the same characters with different context. If their tokens agree around the middle
+of the overlap, they are joined there. If not, the first window is extended to twice its length and encoded again.
 """
 
 import itertools
@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 WINDOW = 2**15  # characters that each window adds
 OVERLAP = 2**12  # characters that two windows share
-_TOGETHER = 8  # windows encoded in one call
+_WINDOWS_PER_CALL = 8  # of the encoder
 
 
 class Encoded(NamedTuple):
-    """Tokens of a text, and the character at which each begins, in ascending order."""
+    """The tokens of a text, and the index of the character at which each begins, in ascending order."""
 
     ids: NDArray[np.int64]
     starts: NDArray[np.int64]
@@ -27,13 +27,13 @@ Encode = Callable[[Sequence[str]], list[Encoded]]
 
 
 def encode_long(pieces: Iterable[str], encode: Encode) -> Iterator[list[int]]:
-    """Tokens of the text that the pieces add up to, part by part; memory holds a few windows of it."""
+    """Yield the tokens of the concatenated pieces, part by part; only a few windows are in memory at a time."""
     windows = _encoded(_windows(pieces), encode)
     text, tokens = next(windows, ("", Encoded(np.zeros(0, np.int64), np.zeros(0, np.int64))))
-    first = wanted = 0  # token of the window that is not yielded yet; characters to have before it is joined
+    first = wanted = 0  # the first token not yielded yet; characters that the window must have before it is joined
     for next_text, next_tokens in windows:
         if len(text) >= wanted:
-            if joint := _joint(tokens, next_tokens, len(text) - OVERLAP):
+            if joint := _join_position(tokens, next_tokens, len(text) - OVERLAP):
                 end, begin = joint
                 yield tokens.ids[first:end].tolist()
                 text, tokens, first, wanted = next_text, next_tokens, begin, 0
@@ -48,7 +48,7 @@ def encode_long(pieces: Iterable[str], encode: Encode) -> Iterator[list[int]]:
 
 
 def _windows(pieces: Iterable[str]) -> Iterator[str]:
-    """Each begins with the last OVERLAP characters of the one before."""
+    """Split a text into windows, each of which begins with the last OVERLAP characters of the preceding one."""
     text, whole = "", OVERLAP + WINDOW
     for piece in pieces:
         text += piece
@@ -60,14 +60,15 @@ def _windows(pieces: Iterable[str]) -> Iterator[str]:
 
 
 def _encoded(windows: Iterator[str], encode: Encode) -> Iterator[tuple[str, Encoded]]:
-    while some := list(itertools.islice(windows, _TOGETHER)):
-        yield from zip(some, encode(some), strict=True)
+    """Each window with its tokens."""
+    while batch := list(itertools.islice(windows, _WINDOWS_PER_CALL)):
+        yield from zip(batch, encode(batch), strict=True)
 
 
-def _joint(one: Encoded, other: Encoded, shift: int) -> tuple[int, int] | None:
-    """The token in the middle of an overlap, as both count it; None if they disagree around it.
+def _join_position(one: Encoded, other: Encoded, shift: int) -> tuple[int, int] | None:
+    """The index of the token in the middle of an overlap, in both windows; None if their tokens differ around it.
 
-    `shift` is where the other text begins in the first one.
+    The second window begins at character `shift` of the first one.
     """
     low, middle, high = (shift + OVERLAP * quarter // 4 for quarter in (1, 2, 3))
     here = np.searchsorted(one.starts, (low, middle, high))
@@ -81,6 +82,6 @@ def _joint(one: Encoded, other: Encoded, shift: int) -> tuple[int, int] | None:
 
 
 def _extended(text: str, before: Encoded, first: int, encode: Encode) -> tuple[Encoded, int]:
-    """Tokens of a window that has become longer, and the first that is not yielded yet."""
+    """Encode a window that was extended; returns its tokens and the index of the first one not yielded yet."""
     (tokens,) = encode([text])
     return tokens, int(np.searchsorted(tokens.starts, before.starts[first])) if first else 0

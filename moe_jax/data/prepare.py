@@ -1,4 +1,4 @@
-"""Text files → a folder of tokens, read as a stream: memory holds one document or a part of it, never the corpus."""
+"""Conversion of text files to a folder of tokens. The text is streamed: at most one document is in memory at a time."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ from moe_jax.data.tokenizer import (
     BpeTokenizer,
     ByteTokenizer,
     Tokenizer,
-    of_model,
+    load_model_tokenizer,
     optional_package,
     train_bpe,
 )
@@ -31,9 +31,9 @@ from moe_jax.errors import DataError
 
 MAX_BPE_VOCAB_SIZE = 2**20
 
-_BATCH = 2**20  # characters encoded at once, and no more in a document that is encoded in one go
-_MOST_TOLD = 20  # names that are printed
-_BPE_SAMPLE = 2**28  # characters that a BPE learns from: the trainer's memory grows with distinct words
+_BATCH = 2**20  # characters encoded in one call; longer documents are encoded in windows (data/long_text.py)
+_MAX_PRINTED = 20  # names of skipped files
+_BPE_SAMPLE = 2**28  # characters that a BPE is trained on: the trainer's memory grows with distinct words
 
 
 def prepare_text(
@@ -47,15 +47,16 @@ def prepare_text(
 ) -> Meta:
     """Write the tokens of all text files below `source` (data/text_files.py) as the folder `output`.
 
-    Documents keep the sorted order of their files; the last `validation_fraction` of all characters validates. What is
-    not read is printed, and listed in the folder's meta.json.
-    `tokenizer` may be the folder of a Hugging Face model with a tokenizer.json, or this file. `vocab_size` is that of a
-    new BPE, 8192 if None. Raises DataError for bad input, and then leaves no `output`.
+    Documents are in the sorted order of their files; the last `validation_fraction` of all characters is for
+    validation. Skipped files are printed, and listed in the folder's meta.json. `tokenizer` may be the folder of a
+    Hugging Face model with a tokenizer.json, or the path of such a file. `vocab_size` is that of a new BPE, 8192 if
+    None. `text_key` is the field or column with the text in JSON and parquet files. Raises DataError for bad input, and
+    then leaves no `output`.
     """
     _check_options(tokenizer, vocab_size, validation_fraction)
-    of_another = of_model(tokenizer) if isinstance(tokenizer, Path) else None
-    if of_another:
-        _ = of_another[1].end_of_text  # refused before hours of reading
+    of_model = load_model_tokenizer(tokenizer) if isinstance(tokenizer, Path) else None
+    if of_model:
+        _ = of_model[1].end_of_text  # raises before hours of reading
     files, skipped = find_files(source)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise DataError(f"{output} exists and is not an empty folder: name another one, or remove it")
@@ -64,14 +65,14 @@ def prepare_text(
         for file in files:
             yield from read_file(file, text_key)
 
-    for name in skipped[:_MOST_TOLD]:
+    for name in skipped[:_MAX_PRINTED]:
         print(f"skipped: {name}", flush=True)
-    if len(skipped) > _MOST_TOLD:
-        print(f"skipped: {len(skipped) - _MOST_TOLD} more, listed in {output / META_FILE}", flush=True)
+    if len(skipped) > _MAX_PRINTED:
+        print(f"skipped: {len(skipped) - _MAX_PRINTED} more, listed in {output / META_FILE}", flush=True)
     try:
         characters = sum(len(piece) for piece in pieces() if piece)
-        cut = characters - int(characters * validation_fraction)
-        if not 0 < cut < characters:
+        num_train = characters - int(characters * validation_fraction)
+        if not 0 < num_train < characters:
             raise DataError(f"{source} holds {characters} characters, too few to train and validate: give more text")
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch:
@@ -79,15 +80,15 @@ def prepare_text(
             folder.mkdir()
             encoder: Tokenizer = ByteTokenizer()
             if tokenizer == "bpe":
-                train = (piece for _, piece in itertools.takewhile(_trains, _split(pieces(), cut)) if piece)
-                sample = itertools.islice(train, 0, None, math.ceil(cut / _BPE_SAMPLE))
+                train = (piece for _, piece in itertools.takewhile(_is_train, _split(pieces(), num_train)) if piece)
+                sample = itertools.islice(train, 0, None, math.ceil(num_train / _BPE_SAMPLE))
                 encoder = train_bpe(sample, vocab_size or 8192, folder / BPE_FILE)
-            elif of_another:
-                tokenizer_file, encoder = of_another
+            elif of_model:
+                tokenizer_file, encoder = of_model
                 shutil.copyfile(tokenizer_file, folder / BPE_FILE)
             kind = tokenizer if isinstance(tokenizer, str) else "bpe"
             names = [file.name if file == source else file.relative_to(source).as_posix() for file in files]
-            read = _split(_counted(pieces(), characters, source), cut)
+            read = _split(_with_progress(pieces(), characters, source), num_train)
             meta = _write(folder, read, kind, encoder, names, skipped)
             folder.rename(output)
     except OSError as error:
@@ -96,6 +97,7 @@ def prepare_text(
 
 
 def _check_options(tokenizer: str | Path, vocab_size: int | None, validation_fraction: float) -> None:
+    """Raise DataError for invalid options."""
     if not 0 < validation_fraction < 1:
         raise DataError(f"--validation-fraction={validation_fraction} must lie between 0 and 1")
     if tokenizer == "bpe":
@@ -103,23 +105,20 @@ def _check_options(tokenizer: str | Path, vocab_size: int | None, validation_fra
     if vocab_size is None:
         return
     if tokenizer != "bpe":
-        raise DataError(f"--vocab-size={vocab_size} is for --tokenizer=bpe; {_sizes_of(tokenizer)}")
+        fixed = "bytes always have 256 tokens" if tokenizer == "bytes" else f"{tokenizer} has its own tokens"
+        raise DataError(f"--vocab-size={vocab_size} is for --tokenizer=bpe; {fixed}")
     if not MIN_BPE_VOCAB_SIZE <= vocab_size <= MAX_BPE_VOCAB_SIZE:
         raise DataError(f"--vocab-size={vocab_size} must lie in {MIN_BPE_VOCAB_SIZE}..{MAX_BPE_VOCAB_SIZE}")
 
 
-def _sizes_of(tokenizer: str | Path) -> str:
-    return "bytes always have 256 tokens" if tokenizer == "bytes" else f"{tokenizer} has its own tokens"
-
-
-def _split(pieces: Iterable[Piece], cut: int) -> Iterator[tuple[Split, Piece]]:
-    """Each piece with its side of the character at `cut`, where a piece is divided."""
+def _split(pieces: Iterable[Piece], num_train: int) -> Iterator[tuple[Split, Piece]]:
+    """Label each piece with its split. The first `num_train` characters are for training; a piece may be divided."""
     position = 0
     for piece in pieces:
         if piece is None:
-            yield ("train" if position <= cut else "validation"), None
+            yield ("train" if position <= num_train else "validation"), None
             continue
-        inside = max(cut - position, 0)
+        inside = max(num_train - position, 0)
         if piece[:inside]:
             yield "train", piece[:inside]
         if piece[inside:]:
@@ -127,11 +126,12 @@ def _split(pieces: Iterable[Piece], cut: int) -> Iterator[tuple[Split, Piece]]:
         position += len(piece)
 
 
-def _trains(item: tuple[Split, Piece]) -> bool:
+def _is_train(item: tuple[Split, Piece]) -> bool:
     return item[0] == "train"
 
 
-def _counted(pieces: Iterable[Piece], characters: int, source: Path) -> Iterator[Piece]:
+def _with_progress(pieces: Iterable[Piece], characters: int, source: Path) -> Iterator[Piece]:
+    """Yield the pieces while a progress bar is shown. Raises DataError if they do not add up to `characters`."""
     left = characters
     with tqdm(total=characters, unit="char", unit_scale=True, disable=None) as bar:
         for piece in pieces:
@@ -150,6 +150,7 @@ def _write(
     sources: list[str],
     skipped: list[str],
 ) -> Meta:
+    """Encode labelled pieces; writes the token files, their checksums and meta.json into `folder`."""
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     sizes: dict[str, int] = {}
     unknown = tokenizer.unknown() if isinstance(tokenizer, BpeTokenizer) else None
@@ -186,40 +187,40 @@ def _write(
 
 
 def _encode(pieces: Iterator[Piece], tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """The tokens of each document, as if it were encoded at once, between those that begin and end it.
+    """Yield the tokens of each document, as if it were encoded at once, with those that begin and end a text around it.
 
-    The last document has no end if its pieces have none.
+    The last document gets no end token if its pieces do not end with None.
     """
-    waiting: list[tuple[str, bool]] = []  # documents that are encoded together, and whether each has an end
+    waiting: list[tuple[str, bool]] = []  # documents to be encoded in one call, and whether each has an end
     document: list[str] = []
-    size = length = 0  # characters of those that wait, and of the document
+    size = length = 0  # characters of the waiting documents, and of the current one
     for piece in pieces:
         if piece is None:
             waiting.append(("".join(document), True))
             size, document, length = size + length, [], 0
             if size >= _BATCH:
-                yield from _encode_together(waiting, tokenizer)
+                yield from _encode_batch(waiting, tokenizer)
                 waiting, size = [], 0
             continue
         document.append(piece)
         length += len(piece)
         if length > _BATCH:
-            yield from _encode_together(waiting, tokenizer)
+            yield from _encode_batch(waiting, tokenizer)
             yield from _encode_long(itertools.chain(document, pieces), tokenizer)
             waiting, size, document, length = [], 0, [], 0
     if document:
         waiting.append(("".join(document), False))
-    yield from _encode_together(waiting, tokenizer)
+    yield from _encode_batch(waiting, tokenizer)
 
 
-def _encode_together(documents: list[tuple[str, bool]], tokenizer: Tokenizer) -> Iterator[list[int]]:
+def _encode_batch(documents: list[tuple[str, bool]], tokenizer: Tokenizer) -> Iterator[list[int]]:
     encoded = tokenizer.encode_batch([text for text, _ in documents])
     for tokens, (_, ends) in zip(encoded, documents, strict=True):
         yield [*tokenizer.begin_of_text, *tokens, *([tokenizer.end_of_text] if ends else ())]
 
 
 def _encode_long(pieces: Iterator[Piece], tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """Of the first document of the pieces, which is all that is taken from them."""
+    """Yield the tokens of the first document in `pieces`, and consume only this document."""
     ended = False
 
     def document() -> Iterator[str]:

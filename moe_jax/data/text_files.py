@@ -1,4 +1,4 @@
-"""Files of text, found below a folder and read as a stream of documents."""
+"""Text files: finding them in a folder tree and reading each as a stream of documents."""
 
 import errno
 import gzip
@@ -16,18 +16,18 @@ from moe_jax.data.tokens import ENCODING_BYTES, META_FILE, check_utf8
 from moe_jax.errors import DataError
 from moe_jax.files.untrusted import parse_json
 
-Piece = str | None  # of a document; None ends the document
+Piece = str | None  # a part of a document's text; None marks the end of the document
 
-_PIECE = 2**16  # characters of a .txt file read at once
-_LIST_BYTES = 2**28  # of a JSON list, which is parsed as a whole
-_PACKED = ".gz"
+_PIECE_CHARACTERS = 2**16  # of a .txt file, read at once
+_MAX_LIST_BYTES = 2**28  # of a file with a JSON list, which is parsed as a whole
+_GZIP = ".gz"
 
 
 def find_files(source: Path) -> tuple[list[Path], list[str]]:
-    """All text files below a folder, sorted, or the one file named; and what is skipped, with the reason.
+    """All text files below a folder (or the single file `source`), sorted, and the skipped entries with the reason.
 
-    Links are followed, and each folder is read once. Raises DataError if there is no text, and for a folder or file
-    that cannot be read.
+    Links are followed; each folder is visited once. Raises DataError if there is no text file, or if a folder or file
+    cannot be read.
     """
     if not source.exists():
         raise DataError(f"{source} does not exist: name a folder or a {_KINDS} file")
@@ -43,16 +43,17 @@ def find_files(source: Path) -> tuple[list[Path], list[str]]:
 
 
 def read_file(file: Path, text_key: str) -> Iterator[Piece]:
-    """The documents of a file that `find_files` found. Raises DataError for what is not as its name says."""
+    """Yield the documents of a file found by `find_files`. Raises DataError if its content is not of that kind."""
     kind = _kind(file)
     assert kind is not None, file
     return _READERS[kind](file, text_key)
 
 
 def _walk(source: Path) -> tuple[list[Path], list[str]]:
+    """All text files below a folder, and the skipped entries with the reason."""
     files: list[Path] = []
     skipped: list[str] = []
-    folders, seen = [source], {_identity(source): source}
+    folders, visited = [source], {_identity(source): source}
     while folders:
         for path in _entries(folders.pop()):
             name = path.relative_to(source).as_posix()
@@ -65,16 +66,19 @@ def _walk(source: Path) -> tuple[list[Path], list[str]]:
                     skipped.append(f"{name} (not a kind of file that is read)")
             elif (path / META_FILE).exists() and (path / "train.bin").exists():
                 skipped.append(f"{name} (a prepared folder of tokens)")
-            elif identity in seen:
-                skipped.append(f"{name} (the same folder as {seen[identity]})")
+            elif identity in visited:
+                skipped.append(f"{name} (the same folder as {visited[identity]})")
             else:
-                seen[identity] = path
+                visited[identity] = path
                 folders.append(path)
     return files, skipped
 
 
 def _entries(folder: Path) -> list[Path]:
-    """Links last, so that a folder has its own name if a link to it stands beside it."""
+    """The entries of a folder, links last: a folder is then visited by its own name and not by that of a link to it.
+
+    Raises DataError.
+    """
     try:
         with os.scandir(folder) as entries:
             return [folder / name for _, name in sorted((entry.is_symlink(), entry.name) for entry in entries)]
@@ -83,11 +87,11 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Of a folder; None: it is none."""
+    """The device and inode numbers of a folder; None if the path is not a folder."""
     try:
         found = path.stat()
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ELOOP):  # a link that leads nowhere
+        if error.errno in (errno.ENOENT, errno.ELOOP):  # a dangling link
             return None
         raise _unreadable(path, error) from None
     return (found.st_dev, found.st_ino) if stat.S_ISDIR(found.st_mode) else None
@@ -99,10 +103,10 @@ def _unreadable(path: Path, error: OSError) -> DataError:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[IO[bytes]]:
-    """The bytes of a file, unpacked. Raises DataError for a damaged one, and for one that is not UTF-8."""
+    """Open a file for reading bytes, decompressed. Raises DataError if it is damaged or not UTF-8."""
     try:
-        packed = file.name.lower().endswith(_PACKED)
-        with cast(IO[bytes], gzip.open(file, "rb") if packed else file.open("rb")) as opened:
+        compressed = file.name.lower().endswith(_GZIP)
+        with cast(IO[bytes], gzip.open(file, "rb") if compressed else file.open("rb")) as opened:
             check_utf8(file, opened.read(ENCODING_BYTES))
             opened.seek(0)
             yield opened
@@ -117,10 +121,11 @@ def _opened(file: Path) -> Iterator[IO[bytes]]:
 
 
 def _read_txt(file: Path, text_key: str) -> Iterator[Piece]:
+    """A .txt file is one document."""
     empty = True
     with _opened(file) as opened, io.TextIOWrapper(opened, encoding="utf-8-sig", newline="") as lines:
-        # up to a line's end if one is near, so that a BPE that learns sees whole words
-        while piece := lines.read(_PIECE) + lines.readline(_PIECE):
+        # read on to the end of a line if it is near, so that a BPE is trained on complete words
+        while piece := lines.read(_PIECE_CHARACTERS) + lines.readline(_PIECE_CHARACTERS):
             empty = False
             yield piece
     if not empty:
@@ -128,6 +133,7 @@ def _read_txt(file: Path, text_key: str) -> Iterator[Piece]:
 
 
 def _read_jsonl(file: Path, text_key: str) -> Iterator[Piece]:
+    """A .jsonl file has one JSON object per line, each with one document."""
     with _opened(file) as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -136,18 +142,18 @@ def _read_jsonl(file: Path, text_key: str) -> Iterator[Piece]:
 
 
 def _read_json(file: Path, text_key: str) -> Iterator[Piece]:
-    """A list of objects, or objects one a line."""
+    """A .json file is a list of objects, or has one object per line."""
     with _opened(file) as opened:
         begin = next((line for line in opened if line.strip()), b"")
         if not begin.decode("utf-8-sig").lstrip().startswith("["):
             yield from _read_jsonl(file, text_key)
             return
         opened.seek(0)
-        content = opened.read(_LIST_BYTES + 1)
-    if len(content) > _LIST_BYTES:
+        content = opened.read(_MAX_LIST_BYTES + 1)
+    if len(content) > _MAX_LIST_BYTES:
         raise DataError(
-            f"{file} is a list of more than {_LIST_BYTES >> 20} MiB: write one object a line, e.g. with jq -c '.[]' "
-            f"{file} > NEW.jsonl"
+            f"{file} is a list of more than {_MAX_LIST_BYTES >> 20} MiB: "
+            f"write one object a line, e.g. with jq -c '.[]' {file} > NEW.jsonl"
         )
     for number, record in enumerate(_parsed(str(file), content), start=1):
         yield from _record(f"{file}, item {number}", text_key, record)
@@ -163,6 +169,7 @@ def _parsed(where: str, text: bytes) -> Any:
 
 
 def _record(where: str, text_key: str, record: object) -> Iterator[Piece]:
+    """The document in a JSON object. Raises DataError; `where` names the record in its message."""
     if not isinstance(record, dict):
         raise DataError(f'{where} is not a JSON object: write {{"{text_key}": "…"}}')
     _check_key(where, text_key, record)
@@ -170,6 +177,7 @@ def _record(where: str, text_key: str, record: object) -> Iterator[Piece]:
 
 
 def _read_parquet(file: Path, text_key: str) -> Iterator[Piece]:
+    """A .parquet file has one document per row, in the column `text_key`."""
     arrow, parquet = optional_package("pyarrow"), optional_package("pyarrow.parquet")
     try:
         with parquet.ParquetFile(file) as table:
@@ -187,15 +195,15 @@ _READERS: dict[str, Callable[[Path, str], Iterator[Piece]]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".parquet": _read_parquet,
-    f".txt{_PACKED}": _read_txt,
-    f".jsonl{_PACKED}": _read_jsonl,
-    f".json{_PACKED}": _read_json,
+    f".txt{_GZIP}": _read_txt,
+    f".jsonl{_GZIP}": _read_jsonl,
+    f".json{_GZIP}": _read_json,
 }
 _KINDS = ".txt, .jsonl, .json or .parquet"
 
 
 def _kind(path: Path) -> str | None:
-    """Its ending, of those that are read."""
+    """The suffix of a path if it is a supported one, else None."""
     return next((kind for kind in _READERS if path.name.lower().endswith(kind)), None)
 
 
@@ -205,6 +213,7 @@ def _check_key(where: str, text_key: str, keys: Iterable[str]) -> None:
 
 
 def _document(where: str, text_key: str, text: object) -> Iterator[Piece]:
+    """A document of one piece; nothing for an empty text. Raises DataError."""
     if text is None or text == "":
         return
     if not isinstance(text, str):

@@ -1,4 +1,4 @@
-"""Text ↔ tokens: UTF-8 bytes, or what a tokenizer.json of a model or of a prepared folder makes of it."""
+"""Tokenizers, between text and tokens: UTF-8 bytes, or a tokenizer.json of a model or of a prepared folder."""
 
 import importlib
 import itertools
@@ -14,21 +14,24 @@ from moe_jax.data.tokens import BPE_FILE, BYTES_VOCAB_SIZE, META_FILE, check_tok
 from moe_jax.errors import DataError
 from moe_jax.files.untrusted import MOST_TOKENIZER, check_regular, read_bytes, read_json
 
-MIN_BPE_VOCAB_SIZE = BYTES_VOCAB_SIZE + 1  # every byte, and the end of a text
+MIN_BPE_VOCAB_SIZE = BYTES_VOCAB_SIZE + 1  # one token for each byte, and one for the end of a text
 
 _END_OF_TEXT = "<|endoftext|>"
-_RARE = ("\U00012000", "\U00012001")  # letters of cuneiform, which few vocabularies have
+_RARE = ("\U00012000", "\U00012001")  # cuneiform letters, which few vocabularies contain
 
 
 class Tokenizer(Protocol):
-    """Whatever turns text into tokens below `vocab_size` and back. Text comes back as it was, lone surrogates as ?."""
+    """Encodes text as tokens below `vocab_size`, and decodes them.
+
+    Decoding restores the text exactly, except that lone surrogates become question marks.
+    """
 
     @property
     def vocab_size(self) -> int: ...
 
     @property
     def begin_of_text(self) -> list[int]:
-        """The tokens before each document and prompt, most often none. `encode` does not add them."""
+        """The tokens before each document and prompt, usually none. `encode` does not add them."""
 
     @property
     def end_of_text(self) -> int:
@@ -39,18 +42,18 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
 
     def encode_long(self, pieces: Iterable[str]) -> Iterator[list[int]]:
-        """The tokens that `encode` makes of all pieces as one text, part by part."""
+        """Yield the tokens of the concatenated pieces part by part, the same as from `encode`."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of any tokens; bytes that are not UTF-8 become U+FFFD."""
+        """The text of the tokens; bytes that are not UTF-8 become U+FFFD."""
 
 
 class ByteTokenizer:
-    """One token for each byte of UTF-8."""
+    """Has one token for each byte of UTF-8 text."""
 
     vocab_size = BYTES_VOCAB_SIZE
     begin_of_text: list[int] = []  # noqa: RUF012 – the protocol's
-    end_of_text = 0xFF  # never a byte of UTF-8
+    end_of_text = 0xFF  # no UTF-8 text contains this byte
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode(errors="replace"))
@@ -62,16 +65,17 @@ class ByteTokenizer:
         return map(self.encode, pieces)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        # a model may have a larger vocabulary: what is no byte decodes like any byte that is not UTF-8
+        # a model may have a larger vocabulary: a token above 0xFF is decoded like a byte that is not UTF-8
         return bytes(min(token, 0xFF) for token in tokens).decode(errors="replace")
 
 
 class BpeTokenizer:
-    """A byte-level BPE, or what else a tokenizer.json of Hugging Face's `tokenizers` holds.
+    """A byte-level BPE, or any other model in a tokenizer.json of Hugging Face's `tokenizers`.
 
-    A text's tokens depend on the text alone: no truncation, padding or dropout that the file may hold, and no tokens
-    around it. `end_of_text` is the token after each document, as its number or name; `begin_of_text` is what stands
-    before it: by default the tokens that the file's post-processor puts there. `cure` ends the message of a DataError.
+    The tokens of a text depend only on the text: truncation, padding and dropout in the file are ignored, and `encode`
+    adds no tokens around the text. `end_of_text` is the token after each document, as a number or name. `begin_of_text`
+    are the tokens before it, by default those that the file's post-processor adds there. `cure` is the end of the
+    message of a DataError.
     """
 
     def __init__(
@@ -82,12 +86,12 @@ class BpeTokenizer:
         cure: str = "make the folder again",
     ) -> None:
         self._bpe = _open(file, cure)
-        self.vocab_size: int = 1 + max(self._bpe.get_vocab().values(), default=-1)  # numbers may have gaps
+        self.vocab_size: int = 1 + max(self._bpe.get_vocab().values(), default=-1)  # token numbers may have gaps
         self._missing = f"{file} has no {end_of_text} token: {cure}"
         number = end_of_text if isinstance(end_of_text, int) else self._bpe.token_to_id(end_of_text)
         self._end_of_text: int | None = number
         self.begin_of_text = self._added_before() if begin_of_text is None else list(begin_of_text)
-        self._bpe.encode_special_tokens = True  # a text that spells out the end of a text does not end there
+        self._bpe.encode_special_tokens = True  # a text may spell out "<|endoftext|>" without getting that token
 
     @property
     def end_of_text(self) -> int:
@@ -99,31 +103,32 @@ class BpeTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        encodings = self._bpe.encode_batch_fast([_valid(text) for text in texts], add_special_tokens=False)
+        encodings = self._bpe.encode_batch_fast([_without_surrogates(text) for text in texts], add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def encode_long(self, pieces: Iterable[str]) -> Iterator[list[int]]:
-        return encode_long(map(_valid, pieces), self._with_starts)
+        return encode_long(map(_without_surrogates, pieces), self._encode_with_starts)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._bpe.decode(list(tokens), skip_special_tokens=False)
 
     def unknown(self) -> int | None:
-        """The token of all characters that the tokenizer does not know; -1: it leaves them out, None: it knows all."""
+        """The token of characters that the tokenizer does not know; -1 if it omits them, None if it knows all."""
         none, one, other = self.encode_batch(["a ", *(f"a {letter}" for letter in _RARE)])
         if one != other:
             return None
         return one[-1] if one != none else -1
 
     def name_of(self, token: int) -> str:
-        """As the file writes it."""
+        """The name of a token in the file."""
         return str(self._bpe.id_to_token(token))
 
     def number_of(self, name: str) -> int | None:
-        """The token of this name."""
+        """The token with this name; None if there is none."""
         return self._bpe.token_to_id(name)
 
-    def _with_starts(self, texts: Sequence[str]) -> list[Encoded]:
+    def _encode_with_starts(self, texts: Sequence[str]) -> list[Encoded]:
+        """Tokens of texts without lone surrogates, with the character at which each token begins."""
         encoded = []
         for each in self._bpe.encode_batch(list(texts), add_special_tokens=False):
             starts = np.fromiter((start for start, _ in each.offsets), np.int64, len(each.ids))
@@ -131,13 +136,14 @@ class BpeTokenizer:
         return encoded
 
     def _added_before(self) -> list[int]:
+        """The tokens that the file's post-processor adds before a text."""
         encoding = self._bpe.encode("a")
         marked = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
         return [token for token, _ in itertools.takewhile(lambda pair: pair[1], marked)]
 
 
 def _open(file: Path, cure: str) -> Any:
-    """A file's tokenizer without what would make tokens depend on more than the text. Raises DataError."""
+    """Load a tokenizer file, without the settings that make tokens depend on more than the text. Raises DataError."""
     tokenizers = optional_package("tokenizers")
     try:
         check_regular(file)
@@ -155,23 +161,24 @@ def _open(file: Path, cure: str) -> Any:
 
 
 def same_tokens(one: Path, other: Path) -> bool:
-    """Whether two files are tokenizers that make the same tokens of the same text, however they are written down.
+    """Whether two tokenizer files produce the same tokens for the same text, whatever their formatting.
 
-    Truncation, padding, decoders, and special tokens, which no text has, may differ. Raises DataError.
+    Truncation, padding, decoders and special tokens, which no text contains, may differ. Raises DataError.
     """
     if read_bytes(one, MOST_TOKENIZER) == read_bytes(other, MOST_TOKENIZER):
         return True
-    return _what_encodes(one) == _what_encodes(other)
+    return _encoding_parts(one) == _encoding_parts(other)
 
 
-def _what_encodes(file: Path) -> dict[str, Any]:
+def _encoding_parts(file: Path) -> dict[str, Any]:
+    """The parts of a tokenizer file that affect the tokens of a text."""
     found = json.loads(_open(file, "fetch it again").to_str())
     found["added_tokens"] = [token for token in found["added_tokens"] if not token["special"]]
     return {part: found[part] for part in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, file: Path) -> BpeTokenizer:
-    """Learn a byte-level BPE of at most `vocab_size` tokens from texts, and save it. Raises DataError."""
+    """Train a byte-level BPE of at most `vocab_size` tokens on texts, and save it as `file`. Raises DataError."""
     tokenizers = optional_package("tokenizers")
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -182,16 +189,16 @@ def train_bpe(texts: Iterable[str], vocab_size: int, file: Path) -> BpeTokenizer
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    bpe.train_from_iterator(map(_valid, texts), trainer)
+    bpe.train_from_iterator(map(_without_surrogates, texts), trainer)
     bpe.save(str(file))
     return BpeTokenizer(file)
 
 
-def of_model(path: Path) -> tuple[Path, BpeTokenizer]:
-    """The tokenizer.json in the folder of a Hugging Face model or in a prepared one, or this file, and its tokenizer.
+def load_model_tokenizer(path: Path) -> tuple[Path, BpeTokenizer]:
+    """The path of a tokenizer.json, and its tokenizer. `path` is this file, or a folder of a model or prepared data.
 
-    The file tokenizer_config.json in the same folder, or meta.json, names the tokens around each document. Raises
-    DataError.
+    The tokens around each document come from tokenizer_config.json (Hugging Face) or meta.json (prepared data) in the
+    same folder. Raises DataError.
     """
     file = path / BPE_FILE if path.is_dir() else path
     if not file.is_file():
@@ -212,7 +219,7 @@ def of_model(path: Path) -> tuple[Path, BpeTokenizer]:
     cure = f"fetch it again, with the {settings.name} that names the end of a text as eos_token"
     tokenizer = BpeTokenizer(file, end or _END_OF_TEXT, cure=cure)
     number = tokenizer.number_of(begin) if begin else None
-    if adds is False:  # whatever the file's post-processor does
+    if adds is False:  # overrides the file's post-processor
         tokenizer.begin_of_text = []
     elif adds is True and number is not None:
         tokenizer.begin_of_text = [number]
@@ -220,13 +227,13 @@ def of_model(path: Path) -> tuple[Path, BpeTokenizer]:
 
 
 def _name(token: Any) -> str | None:
-    """Of a token, which may be written with its properties."""
+    """The name of a token, which may be written as an object with its properties; None if it has no name."""
     name = token.get("content") if isinstance(token, dict) else token
     return name if isinstance(name, str) else None
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a data path, a .txt file or a prepared folder. Raises DataError."""
+    """The tokenizer of a data path, which is a .txt file or a prepared folder. Raises DataError."""
     path = find_data(path)
     if not path.is_dir():
         return ByteTokenizer()
@@ -245,8 +252,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def _valid(text: str) -> str:
-    return text.encode(errors="replace").decode()  # a lone surrogate has no UTF-8
+def _without_surrogates(text: str) -> str:
+    """The text with lone surrogates, which UTF-8 cannot encode, replaced by question marks."""
+    return text.encode(errors="replace").decode()
 
 
 def optional_package(module: str) -> Any:

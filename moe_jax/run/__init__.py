@@ -1,1 +1,1 @@
-"""A training run on the host: setup, the loop, and all that happens between steps."""
+"""A training run on the host: setup, the loop, and everything that happens between steps."""

@@ -1,7 +1,7 @@
 """Capacity factors that change while a run trains (`model.moe.capacity_schedule`).
 
-The shapes of a program follow from its factor, so each factor has programs of its own. Those of the next one are
-compiled while the run trains with the one before.
+The shapes in a program depend on the capacity factor, so each factor needs its own programs. Those of the next factor
+are compiled in the background while the run trains with the current one.
 """
 
 import dataclasses
@@ -22,49 +22,50 @@ from moe_jax.telemetry.run_log import RunLog
 
 
 @dataclasses.dataclass(frozen=True)
-class Change:
-    """Of a run that goes on with another factor."""
+class CapacityChange:
+    """A change to another capacity factor."""
 
-    step: int  # the first with it
+    step: int  # the first step with the new factor
     factor: float
     trainer: Trainer
 
 
-def changes_of(config: Config, mesh: Mesh, done: int) -> tuple[Change, ...]:
-    """Those ahead of a run that has done so many steps; a factor that does not fit is refused. Raises UserError."""
+def capacity_changes(config: Config, mesh: Mesh, done: int) -> tuple[CapacityChange, ...]:
+    """The remaining changes of a run that has done `done` steps. Raises UserError for a factor that does not fit."""
 
-    def ahead() -> Iterator[Change]:
+    def remaining() -> Iterator[CapacityChange]:
         for first, factor in config.model.moe.capacity_schedule:
             if done + 1 < first <= config.train.steps:
-                yield Change(int(first), factor, make_trainer(config_at(config, int(first)), mesh))
+                yield CapacityChange(int(first), factor, make_trainer(config_at(config, int(first)), mesh))
 
-    return tuple(ahead())
+    return tuple(remaining())
 
 
-class Capacities:
-    """The programs of the factors ahead, each compiled once the one before is in use."""
+class CapacityPrograms:
+    """Compiles the programs of each remaining capacity factor while the preceding factor is in use."""
 
     def __init__(
-        self, changes: tuple[Change, ...], batch_shape: jax.ShapeDtypeStruct, log: RunLog, target: Target | None
+        self, changes: tuple[CapacityChange, ...], batch_shape: jax.ShapeDtypeStruct, log: RunLog, target: Target | None
     ):
         self._ahead, self._batch_shape, self._log, self._target = list(changes), batch_shape, log, target
         self._compiling: list[Future[Compiled]] = []
         self._compile_next()
 
     def begins(self, step: int) -> bool:
-        """Whether this step is the first with another factor."""
+        """Whether this step is the first one with another factor."""
         return bool(self._ahead) and self._ahead[0].step == step
 
     def programs(self) -> tuple[Compiled, Future[Compiled]]:
-        """The step and the evaluation of the factor that begins; waits for the compiler."""
+        """The step program, which is waited for, and the evaluation program of the factor that begins."""
         change, (step, evaluate) = self._ahead.pop(0), self._compiling
         program = step.result()
-        self._log.tell(f"step {change.step}: going on with model.moe.capacity_factor={change.factor}")
+        self._log.info(f"step {change.step}: going on with model.moe.capacity_factor={change.factor}")
         self._log.write({"step": change.step, "capacity_factor": change.factor})
         self._compile_next()
         return program, evaluate
 
     def _compile_next(self) -> None:
+        """Start compiling the programs of the next factor, if there is one."""
         if not self._ahead:
             return
         trainer, batch, target = self._ahead[0].trainer, self._batch_shape, self._target

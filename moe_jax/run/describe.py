@@ -1,4 +1,4 @@
-"""What a run is going to do, in words: printed at its start, and by a dry run instead of it."""
+"""Summary of a run as text, printed at its start, or by a dry run instead of it."""
 
 import jax
 
@@ -21,7 +21,7 @@ from moe_jax.telemetry.run_log import human_seconds
 
 
 def describe(run: Run) -> dict[str, str]:
-    """Devices, mesh, model and data of a run."""
+    """The devices, mesh, model and data of a run, as rows of a table."""
     config, shape = run.config, run.trainer.mesh.shape
     counts = count_parameters(config.model)
     tokens = config.train.batch_size * config.data.seq_len
@@ -47,7 +47,7 @@ def describe(run: Run) -> dict[str, str]:
 
 
 def dry_run(config: Config) -> dict[str, str]:
-    """`describe`, and the memory and a yardstick for the time of a step, which is compiled for it. Raises UserError."""
+    """`describe`, plus the temporary memory of the step, which is compiled, and a rough time. Raises UserError."""
     run = open_run(config)
     memory = compile_programs(run).step.result().memory_analysis()
     assert memory is not None, "every supported platform's compiler reports its memory"
@@ -62,16 +62,16 @@ def dry_run(config: Config) -> dict[str, str]:
 
 
 def blocks_text(config: Config) -> str:
-    """The kinds of blocks, and how many each pipeline stage holds."""
+    """The kinds of the blocks, and how many blocks each pipeline stage has."""
     stages, kinds = Stages.of(config), " ".join(config.model.block_kinds)
-    held = [0] * stages.stages
+    counts = [0] * stages.stages
     for group, blocks in enumerate(stages.groups):
-        held[group % stages.stages] += len(blocks)
-    return f"{kinds} ({' + '.join(map(str, held))} on the stages)" if len(held) > 1 else kinds
+        counts[group % stages.stages] += len(blocks)
+    return f"{kinds} ({' + '.join(map(str, counts))} on the stages)" if len(counts) > 1 else kinds
 
 
 def router_text(config: Config) -> dict[str, str]:
-    """What trains the router, where the loss does not."""
+    """A note that the loss does not train the router, if that is so."""
     moe = config.model.moe
     if moe.num_experts == 0 or moe.top_k > 1 or not (moe.norm_top1_prob or moe.gate_facts.sums_to_1):
         return {}
@@ -82,59 +82,61 @@ def router_text(config: Config) -> dict[str, str]:
 
 
 def unused(config: Config) -> dict[str, str]:
-    """Settings that have no effect here, though they may be meant to in other runs of the same config."""
-    told, warmup, steps = [], config.optimizer.warmup_steps, config.train.steps
+    """Settings without effect in this run. They are valid, as other runs of the same config may use them."""
+    notes, warmup, steps = [], config.optimizer.warmup_steps, config.train.steps
     if config.schedule.task_times and not config.step_facts.orders_tasks:
-        told.append("schedule.task_times, as schedule.policy=vanilla orders nothing")
+        notes.append("schedule.task_times, as schedule.policy=vanilla orders nothing")
     if config.train.quick_compile and not (config.mesh.cpu_devices and OLDER_EMITTERS):
-        told.append("train.quick_compile, as it needs mesh.cpu_devices and jax below 0.11")
+        notes.append("train.quick_compile, as it needs mesh.cpu_devices and jax below 0.11")
     if warmup > steps:
-        told.append(
+        notes.append(
             f"the full optimizer.learning_rate, as optimizer.warmup_steps={warmup} is beyond train.steps={steps}"
         )
-    return {"unused": "; ".join(told)} if told else {}
+    return {"unused": "; ".join(notes)} if notes else {}
 
 
 def pipeline_text(table: Table) -> str:
-    """What the stages hold and wait for; the hint is for batches in too few parts."""
+    """The schedule of a pipeline, its activations and idle time; with a hint if there are too few microbatches."""
     idle = lock_step_bubble(table, forward_s=1, backward_s=1, weight_s=1)
     chunks = f" × {table.chunks} chunks" if table.chunks > 1 else ""
-    told = (
+    text = (
         f"{table.name}, {table.stages} stages{chunks}, {table.microbatches} microbatches; at once the stages keep "
         f"activations of {', '.join(map(str, in_flight(table)))}; idle {idle:.0%} of the time, if backward takes two "
         f"forward passes and stages wait for each other after each of {len(table.ticks)} ticks"
     )
     if table.microbatches < table.stages:
-        told += f" (fewer microbatches than stages: train.grad_accumulation={table.stages} or more idles less)"
-    return told
+        text += f" (fewer microbatches than stages: train.grad_accumulation={table.stages} or more idles less)"
+    return text
 
 
 def _memory(memory: StepMemory) -> str:
-    """The largest parts of what is predicted."""
+    """The predicted memory of a step per device, in total and by its largest parts."""
     parts = {"state": memory.state, "kept activations": memory.activations, "gradients": memory.gradients}
     parts |= {"head": memory.head, "a block at work": memory.working}
-    told = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in parts.items() if num_bytes)
-    return f"about {size(memory.total)} per device in a step: {told}"
+    listed = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in parts.items() if num_bytes)
+    return f"about {size(memory.total)} per device in a step: {listed}"
 
 
 def _trace(run: Run) -> dict[str, str]:
+    """The steps to trace."""
     wanted, steps = run.config.log.trace_step, steps_to_trace(run.config, run.first_step)
     if wanted is None:
         return {}
     if not steps:
         return {"trace": f"none: step {wanted[-1]} is not left to do"}
-    told = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    return {"trace": f"{told}, to {run.folder / FOLDER}"}
+    which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    return {"trace": f"{which}, to {run.folder / FOLDER}"}
 
 
 def _tuning(run: Run) -> dict[str, str]:
+    """The number of choices of `tune.over`, and the first one."""
     choices = run.choices
     if choices is None:
         return {}
     origin = (
         "" if choices.best_s is None else f", found before ({choices.file}): {human_seconds(choices.best_s)} per step"
     )
-    return {"tuning": f"{len(choices.values)} choices, beginning with {choices.told(choices.first)}{origin}"}
+    return {"tuning": f"{len(choices.values)} choices, beginning with {choices.describe(choices.first)}{origin}"}
 
 
 def table(rows: dict[str, str]) -> str:

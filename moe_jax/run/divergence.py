@@ -1,4 +1,4 @@
-"""What a run does when too many steps in a row were bad: it goes back to its newest checkpoint once, then stops."""
+"""Handling of too many bad steps in a row: the run rolls back to its newest checkpoint once, and then stops."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from moe_jax.errors import DivergedError
 from moe_jax.run.locate_nonfinite import FILE_NAME, write_first_bad
 from moe_jax.run.setup import Run
 from moe_jax.step.context import State
-from moe_jax.telemetry.nonfinite_steps import BadSteps, slower
+from moe_jax.telemetry.nonfinite_steps import BadSteps, divergence_advice
 from moe_jax.telemetry.run_log import RunLog
 
 
 class RollBack(Exception):
-    """To the newest checkpoint, as steps up to this one were bad."""
+    """Raised to roll back to the newest checkpoint, since the steps up to `step` were bad."""
 
     def __init__(self, step: int):
         super().__init__(step)
@@ -23,14 +23,17 @@ class RollBack(Exception):
 def handle_divergence(
     run: Run, state: State, bad: BadSteps, checkpoints: Checkpoints, failed_at: int, log: RunLog
 ) -> RollBack | DivergedError:
-    """What to raise. `failed_at`: the step for which the run has gone back before, or 0. All processes call it."""
+    """The exception to raise after too many bad steps. All processes call it.
+
+    `failed_at`: the step because of which the run has rolled back before, or 0.
+    """
     last, newest = bad.last, checkpoints.newest()
     assert last is not None
     many = f"{last}, the last of train.bad_in_a_row={bad.in_a_row} bad ones in a row"
     if newest is not None and last.step > failed_at:
         log.warn(f"{many}: going back to the checkpoint of step {newest}")
         return RollBack(last.step)
-    end_progress()  # what is compiled now takes its time
+    end_progress()  # no progress is expected while the programs of `write_first_bad` compile
     found = write_first_bad(run, state, last)
     if found["parameters"] and newest is not None:
         return DivergedError(
@@ -38,10 +41,13 @@ def handle_divergence(
             "delete it to go on from the one before"
         )
     again = "" if newest is None else f", and going back to the checkpoint of step {newest} has not helped"
-    return DivergedError(f"{many}{again}: {_where(found)} (more in {run.folder / FILE_NAME}); {slower(run.config)}")
+    return DivergedError(
+        f"{many}{again}: {_where(found)} (more in {run.folder / FILE_NAME}); {divergence_advice(run.config)}"
+    )
 
 
 def _where(found: dict[str, Any]) -> str:
+    """The place of the first number that is not finite, as text."""
     if found["first_output"] is not None:
         devices = ", ".join(map(str, found["devices"]))
         return f"first not finite is the output of {found['first_output']} on device {devices}"

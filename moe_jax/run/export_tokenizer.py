@@ -1,4 +1,4 @@
-"""The tokenizer of a run for exports of it, when the folders that it came from may be gone."""
+"""A copy of the tokenizer in the run folder, for exports when the original folders may be gone."""
 
 import json
 from pathlib import Path
@@ -14,40 +14,41 @@ from moe_jax.convert.companion_files import (
 )
 from moe_jax.convert.hf_config import HfConfig, read_json
 from moe_jax.convert.source import ORIGIN, origin_of
-from moe_jax.data.tokenizer import of_model
+from moe_jax.data.tokenizer import load_model_tokenizer
 from moe_jax.data.tokens import Meta, read_meta
 from moe_jax.errors import DataError, UserError
 from moe_jax.files.atomic import write_atomically, write_together
 from moe_jax.files.untrusted import MOST_TOKENIZER, read_bytes, read_text
 
 
-def keep_tokenizer(config: Config, run: Path) -> None:
-    """Copy into a run what came with its model, or the tokenizer of its prepared data if no model came with one.
+def save_tokenizer(config: Config, run: Path) -> None:
+    """Copy the tokenizer of the model that a run begins with, or else that of its prepared data, into the run folder.
 
     Raises OSError.
     """
-    origin, given = origin_of(config), set[str]()
+    origin, present = origin_of(config), set[str]()
     if origin is not None:
         write_atomically(run / ORIGIN, read_text(origin))
         copy_companion_files(origin.parent, run)
-        given = {name for name in (TOKENIZER, TOKENIZER_CONFIG) if origin.with_name(name).is_file()}
-    elif config.train.init_from is not None and (run / ORIGIN).exists():  # kept before; what it came from is gone
-        given = {name for name in (TOKENIZER, TOKENIZER_CONFIG) if (run / name).is_file()}
+        present = {name for name in (TOKENIZER, TOKENIZER_CONFIG) if origin.with_name(name).is_file()}
+    elif config.train.init_from is not None and (run / ORIGIN).exists():  # saved before; its origin is gone
+        present = {name for name in (TOKENIZER, TOKENIZER_CONFIG) if (run / name).is_file()}
     meta, file = _meta(config), Path(config.data.path) / TOKENIZER
-    if TOKENIZER in given or meta is None or not file.is_file():
+    if TOKENIZER in present or meta is None or not file.is_file():
         return
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": _name_of(file, meta.end_of_text)}
     text = json.dumps(
         {name: value for name, value in (settings | _begin(file, meta)).items() if value is not None}, indent=2
     )
     found = {TOKENIZER: read_bytes(file, MOST_TOKENIZER), TOKENIZER_CONFIG: f"{text}\n".encode()}
-    write_together({run / name: content for name, content in found.items() if name not in given})
+    write_together({run / name: content for name, content in found.items() if name not in present})
 
 
 def special_tokens_of(config: Config, run: Path) -> dict[str, Any]:
-    """For the config.json of an export: the imported model's, or else the token that ends a text in the run's data.
+    """Special tokens for the config.json of an export: the imported model's, or else the end of a text in the data.
 
-    Where there is none, null: or transformers would take those of the model's class. Raises ConvertError.
+    Missing ones are null: without an entry, transformers would use the defaults of the model's class. Raises
+    ConvertError.
     """
     file = run / ORIGIN if (run / ORIGIN).exists() else origin_of(config)
     if file is not None:
@@ -56,12 +57,12 @@ def special_tokens_of(config: Config, run: Path) -> dict[str, Any]:
     if meta := _meta(config):
         end = meta.end_of_text
     elif (run / TOKENIZER).is_file():
-        end = of_model(run)[1].end_of_text
+        end = load_model_tokenizer(run)[1].end_of_text
     return {**dict.fromkeys(SPECIAL_TOKENS), "eos_token_id": end}
 
 
 def _meta(config: Config) -> Meta | None:
-    """Of the run's prepared data; None: it is a text, or not there any more."""
+    """The Meta of the run's prepared data; None if the data is a .txt file or no longer exists."""
     try:
         return read_meta(Path(config.data.path)) if Path(config.data.path).is_dir() else None
     except DataError:
@@ -69,7 +70,7 @@ def _meta(config: Config) -> Meta | None:
 
 
 def _begin(tokenizer: Path, meta: Meta) -> dict[str, Any]:
-    """What a tokenizer_config.json says of the token before each text, as the data has it."""
+    """Entries of tokenizer_config.json about the token before each text, as in the prepared data."""
     begin = meta.begin_of_text or []
     if len(begin) == 1 and (name := _name_of(tokenizer, begin[0])):
         return {"bos_token": name, "add_bos_token": True}
@@ -81,11 +82,11 @@ def _begin(tokenizer: Path, meta: Meta) -> dict[str, Any]:
 
 
 def _name_of(tokenizer: Path, number: int) -> str | None:
-    """Of a token; None: the file does not say."""
+    """The name of a token in a tokenizer.json; None if it is not in the file."""
     try:
         found = read_json(tokenizer)
-        vocab = found["model"]["vocab"]  # of names, or with scores in the order of numbers
-        named = vocab if isinstance(vocab, dict) else {name: place for place, (name, _) in enumerate(vocab)}
+        vocab = found["model"]["vocab"]  # {name: number}, or a list of [name, score] in the order of numbers
+        named = vocab if isinstance(vocab, dict) else {name: each for each, (name, _) in enumerate(vocab)}
         named = named | {each["content"]: each["id"] for each in found["added_tokens"]}
     except (UserError, KeyError, TypeError, ValueError):
         return None

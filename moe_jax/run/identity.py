@@ -1,4 +1,4 @@
-"""Which run a folder holds, and what that is trained on: by numbers, whatever files and folders are called."""
+"""Identity of a run and of its training data, by an ID and checksums and not by the names of files and folders."""
 
 import secrets
 import zlib
@@ -12,18 +12,18 @@ from moe_jax.data.tokens import SPLITS, Tokens
 from moe_jax.distributed.processes import from_process, is_main_process
 from moe_jax.errors import CheckpointError
 
-_LARGE = 2**28  # bytes of a .txt file that is not read again while its time of change is what it was
+_LARGE = 2**28  # bytes; a .txt file of this size is read again only if its modification time has changed
 
 
 class Identity(NamedTuple):
-    """What checkpoints' records say of it; the same on all processes."""
+    """The identity stored in the records of checkpoints; the same on all processes."""
 
-    run: str  # a random number, kept from start to start
-    text: Mapping[str, Any]  # CRC-32 of the tokens trained on and validated with, and facts of a .txt file
+    run: str  # random ID, the same each time that the run is started
+    text: Mapping[str, Any]  # CRC-32 of the tokens of each split, and size and times of a .txt file
 
 
 def identity_of(folder: Path, first_step: int, tokens: Tokens) -> Identity:
-    """Of the run that goes on in a folder, or of a new one, as process 0 finds it; all processes call it."""
+    """The identity of the run that resumes in a folder, or of a new one. Process 0 reads it; all processes call it."""
     found: Identity | None = None
     if is_main_process():
         record = _record(folder, first_step)
@@ -34,7 +34,7 @@ def identity_of(folder: Path, first_step: int, tokens: Tokens) -> Identity:
 
 
 def check_text(identity: Identity, record: Record, run: Path, path: str) -> str:
-    """Raise CheckpointError if a checkpoint was trained on other tokens; returns a warning if that is not known."""
+    """Raise CheckpointError if a checkpoint was trained on other tokens. Returns a warning if that is not known."""
     if record.text is None:
         return (
             f"the checkpoint of step {record.step} in log.dir={run} has no checksum of its data, as of an older "
@@ -54,11 +54,12 @@ def check_text(identity: Identity, record: Record, run: Path, path: str) -> str:
 def _record(folder: Path, step: int) -> Record | None:
     try:
         return read_record(checkpoints_dir(folder) / str(step)) if step else None
-    except ValueError:  # damaged, which is found out where it is read
+    except ValueError:  # damaged: the error is raised where the checkpoint is restored
         return None
 
 
 def _text_of(tokens: Tokens, known: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The checksums of tokens; those `known` if a large .txt file has not changed since."""
     if tokens.meta is not None:
         return {split: tokens.meta.crc32(split) for split in SPLITS}
     facts = tokens.path.stat()

@@ -1,4 +1,4 @@
-"""The parameters that a new run begins with, where `train.init_from` names some."""
+"""Initial parameters of a new run from `train.init_from`: a Hugging Face model or another run."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ from moe_jax.models.stages import stored
 
 
 def check_source(config: Config) -> None:
-    """Raise UserError unless `train.init_from`, if there is one, holds the config's model. Numbers are not read."""
+    """Raise UserError if `train.init_from` is set and does not contain the config's model. Reads no weights."""
     folder = config.train.init_from
     if folder is None:
         return
@@ -36,9 +36,9 @@ def check_source(config: Config) -> None:
 
 
 def source_params(config: Config, shapes: Any) -> Any:
-    """Parameters of `train.init_from`, placed as the shapes' shardings say; all processes call it.
+    """The parameters of `train.init_from`, with the shardings of `shapes`. All processes call it.
 
-    Experts of an upcycled model are all alike, its gates random. Raises UserError.
+    The experts of an upcycled model are copies of its dense layer; its gates are random. Raises UserError.
     """
     folder = Path(config.train.init_from or "")
     if not _is_hf(folder):
@@ -62,6 +62,7 @@ def _is_hf(folder: Path) -> bool:
 
 
 def _check_run(config: Config, folder: Path) -> None:
+    """Raise UserError unless a folder is a run with the config's model and layout of blocks."""
     if not (folder / "config.yaml").exists():
         raise ConfigError(f"it has no {hf_config.FILE} and no config.yaml: name the folder of a model, or of a run")
     if config.train.upcycle:
@@ -73,12 +74,12 @@ def _check_run(config: Config, folder: Path) -> None:
 
 
 def _by_name(shapes: Any, tree: Any) -> dict[str, Any]:
-    """What a tree has in the place of each of the shapes."""
+    """The leaves of a tree with the structure of `shapes`, by their names; missing ones are None."""
     return dict(zip(names_of(shapes), jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None), strict=True))
 
 
 def _first_values(config: Config, shapes: Any, names: set[str]) -> dict[str, jax.Array]:
-    """Random numbers, as a run without `train.init_from` has them, for these parameters; no others are made."""
+    """Random initial values of the named parameters, as without `train.init_from`; no others are computed."""
 
     def chosen(tree: Any) -> dict[str, Any]:
         return {name: leaf for name, leaf in _by_name(shapes, tree).items() if name in names}

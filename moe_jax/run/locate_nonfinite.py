@@ -1,7 +1,8 @@
-"""Where a step's numbers stop being finite: a step computed again, block by block, and what is left of it in a file.
+"""Search for the first number of a step that is not finite: the step is computed again, block by block.
 
-B sequences of this device, b of them in a part of the batch, N tokens of each and N1 = N + 1, K blocks of the model,
-W places that may be wrong: the embedding, the blocks, the logits. P devices.
+Dimensions: B sequences on this device, b of them in one accumulation step (part of the batch), N tokens per sequence
+and N1 = N + 1, M blocks with experts, E experts, P devices. W is the number of outputs that are checked: those of the
+embedding, of each block, and the logits.
 """
 
 import json
@@ -18,7 +19,7 @@ from jaxtyping import Array, Bool
 from moe_jax.config import Config
 from moe_jax.config.layer_layout import Segment, Stages, segments
 from moe_jax.config.loss_chunks import tokens_of_chunk
-from moe_jax.data.loader import sample_numbers
+from moe_jax.data.loader import sample_indices
 from moe_jax.data.tokens import open_tokens
 from moe_jax.distributed.processes import is_main_process
 from moe_jax.files.atomic import write_atomically
@@ -43,14 +44,14 @@ FILE_NAME = "bad_step.json"
 
 
 def write_first_bad(run: Run, state: State, bad: BadStep) -> dict[str, Any]:
-    """Leave RUN/bad_step.json of a bad step and return what it says. All processes call it.
+    """Write RUN/bad_step.json about a bad step, and return its content. All processes call it.
 
-    `state` has the parameters of the step, or of one soon after it.
+    `state` has the parameters with which the step was computed, or those of a step soon after it.
     """
     config, mesh, step = config_at(run.config, bad.step), run.trainer.mesh, bad.step
     run.batches.set_state({"next_index": step - 1})
     batch, done = run.on_mesh(next(run.batches)), np.int32(step - 1)
-    jax.block_until_ready(state)  # simulated devices can keep the threads that each other's collectives wait for
+    jax.block_until_ready(state)  # one program at a time: simulated devices share threads, and could deadlock
     params, slot_ME = state["params"], slots_of(state)
     wrong_WP = jax.device_get(_outputs(config, mesh)(params, batch, done, slot_ME))
     gradients = _wrong_parameters(_gradients(config, mesh)(params, batch, done, slot_ME), config)
@@ -60,7 +61,7 @@ def write_first_bad(run: Run, state: State, bad: BadStep) -> dict[str, Any]:
     found = {
         **{name: value if math.isfinite(value) else str(value) for name, value in bad._asdict().items()},
         "batch": step - 1,
-        "samples": sample_numbers(tokens, config.data.seq_len, config.train.batch_size, config.train.seed, step - 1),
+        "samples": sample_indices(tokens, config.data.seq_len, config.train.batch_size, config.train.seed, step - 1),
         "first_output": None if first is None else places[first],
         "devices": [] if first is None else np.flatnonzero(wrong_WP[first]).tolist(),
         "first_gradient": next((p for p in (*reversed(places[1:-1]), None) if p in gradients), None),
@@ -73,7 +74,7 @@ def write_first_bad(run: Run, state: State, bad: BadStep) -> dict[str, Any]:
 
 
 def _outputs(config: Config, mesh: Mesh) -> Any:
-    """The program that says which places' outputs are not finite [W, P], in the model's order of blocks."""
+    """The program that computes which outputs are not finite on which device: bool [W, P], in the order of blocks."""
     context, count = StepContext.of(config, mesh), config.train.grad_accumulation
 
     def body(params: Any, token_BN1: jax.Array, step: jax.Array, slot_ME: jax.Array | None) -> jax.Array:
@@ -93,9 +94,9 @@ def _outputs(config: Config, mesh: Mesh) -> Any:
 
 
 def _wrong_outputs(params: Params, inputs: StepInputs, context: StepContext) -> Bool[Array, " W"]:
-    """Which places are not finite on this device.
+    """Which outputs of one accumulation step are not finite on this device.
 
-    Every pipeline stage computes all blocks, whose parameters it gets one after another.
+    Every pipeline stage computes all blocks, and receives the parameters of one block at a time.
     """
     model, stages, compute, slot_ME = context.config.model, context.stages, context.compute, inputs.slot_ME
     router_inputs = inputs.router_inputs(context)
@@ -104,12 +105,12 @@ def _wrong_outputs(params: Params, inputs: StepInputs, context: StepContext) -> 
         total, *rows = stages.layout[number]
         kinds, own = segment.kinds, total // stages.stages
 
-        def period(x_bND: jax.Array, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
-            blocks = _row(params["segments"][number], jnp.array(rows)[turn], own)
+        def period(x_bND: jax.Array, iteration: jax.Array) -> tuple[jax.Array, jax.Array]:
+            blocks = _row(params["segments"][number], jnp.array(rows)[iteration], own)
             wrong = []
             for place, view in enumerate(segment.views):
-                own_inputs = router_inputs and router_inputs.above(below + turn * len(kinds) + place)
-                m = moe_below + turn * kinds.count("moe") + kinds[:place].count("moe")
+                own_inputs = router_inputs and router_inputs.above(below + iteration * len(kinds) + place)
+                m = moe_below + iteration * kinds.count("moe") + kinds[:place].count("moe")
                 slot_E = None if slot_ME is None or kinds[place] != "moe" else slot_ME[m]
                 x_bND, _ = block(blocks[place], x_bND, model, view, compute, own_inputs, slot_E)
                 wrong.append(_is_wrong(x_bND))
@@ -131,7 +132,7 @@ def _wrong_outputs(params: Params, inputs: StepInputs, context: StepContext) -> 
 
 
 def _row(stacked: Any, row: jax.Array, own: int) -> Any:
-    """A row of stacked arrays, of which each pipeline stage has `own`."""
+    """A row of stacked arrays, sent to all pipeline stages; each stage has `own` rows of them."""
     owner, place = jnp.divmod(row, own)
 
     def of_leaf(leaf: jax.Array) -> jax.Array:
@@ -145,7 +146,7 @@ def _is_wrong(x: jax.Array) -> jax.Array:
 
 
 def _gradients(config: Config, mesh: Mesh) -> Any:
-    """The program that counts numbers that are not finite in each gradient of a step."""
+    """The program that counts the numbers that are not finite in each gradient of a step."""
     context, kind = StepContext.of(config, mesh), step_kind(config, mesh)
 
     def body(params: Any, token_BN1: jax.Array, step: jax.Array, slot_ME: jax.Array | None) -> Any:
@@ -160,21 +161,22 @@ def _gradients(config: Config, mesh: Mesh) -> Any:
 
 
 def _counted(function: Callable[..., Any], mesh: Mesh) -> Any:
-    """The program that says how many numbers are not finite of what a function of arrays on a mesh returns: of each row
-    of stacked blocks, and of what is outside of them."""
+    """The program that counts the numbers that are not finite in each array that a function returns.
+
+    The arrays of stacked blocks ("segments") get a count for each row, others one for the whole array.
+    """
 
     def count(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
         return jnp.sum(~jnp.isfinite(leaf), axis=tuple(range(1, leaf.ndim)) if path[0].key == "segments" else None)
 
-    def counted(*given: Any) -> Any:
-        return jax.tree.map_with_path(count, function(*given))
+    def counted(*inputs: Any) -> Any:
+        return jax.tree.map_with_path(count, function(*inputs))
 
     return jax.jit(counted, out_shardings=NamedSharding(mesh, REPLICATED))
 
 
 def _wrong_parameters(counts: Any, config: Config) -> dict[str, dict[str, int]]:
-    """Of each block, or "outside": parameters and how many of their numbers are not finite. Those with none are
-    left out."""
+    """The parameters with numbers that are not finite and how many, for each block and for those "outside" blocks."""
     stages, found = Stages.of(config), dict[str, dict[str, int]]()
     runs = segments(config.model)
     below = np.cumsum([0, *(len(segment.kinds) * segment.repeats for segment in runs)])

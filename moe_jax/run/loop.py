@@ -1,4 +1,4 @@
-"""A training run from its config to its last checkpoint, top to bottom."""
+"""The training loop: a run from its config to its last checkpoint, top to bottom."""
 
 import dataclasses
 import gc
@@ -10,23 +10,23 @@ from jax.profiler import StepTraceAnnotation
 
 from moe_jax.checkpoint.save import Checkpoints
 from moe_jax.config import Config
-from moe_jax.data.loader import check_next
+from moe_jax.data.loader import check_next_batch
 from moe_jax.distributed.failures import exit_with_peers
 from moe_jax.distributed.heartbeat import end_progress, report_progress
 from moe_jax.distributed.interrupt import StopRequest, stop_on_signals
 from moe_jax.distributed.processes import is_main_process
 from moe_jax.measure.peak import matrix_flops_per_s
-from moe_jax.run.capacity_schedule import Capacities
+from moe_jax.run.capacity_schedule import CapacityPrograms
 from moe_jax.run.describe import describe, table
 from moe_jax.run.divergence import RollBack, handle_divergence
 from moe_jax.run.memory_check import check_memory
 from moe_jax.run.process_agreement import check_same_settings
 from moe_jax.run.profiler import Tracing, steps_to_trace
 from moe_jax.run.rebalance import Rebalancer
-from moe_jax.run.replicator import Safety
-from moe_jax.run.restore import restore_newest
-from moe_jax.run.run_dir import locked
-from moe_jax.run.setup import Programs, Run, about, compile_programs, first_state, open_run, write_start
+from moe_jax.run.replicator import Replicator
+from moe_jax.run.restore import restore_latest
+from moe_jax.run.run_dir import lock_run_dir
+from moe_jax.run.setup import Programs, Run, compile_programs, first_state, open_run, record_facts, write_start
 from moe_jax.run.step_hooks import StepCallbacks
 from moe_jax.run.tuning import Tuning
 from moe_jax.step import fault_injection as faults
@@ -38,109 +38,114 @@ from moe_jax.telemetry.run_log import RunLog
 
 
 def train(config: Config) -> State:
-    """Train as the config says, going on from the newest checkpoint in `log.dir`; returns the last state.
+    """Train according to the config; resumes from the newest checkpoint in `log.dir`. Returns the last state.
 
-    Leaves config.yaml, provenance.json, metrics.jsonl, tensorboard/, checkpoints/ and trace/ there. SIGINT or SIGTERM
-    ends the run early, after a checkpoint. Raises UserError, before anything is written, for settings, devices, data or
-    checkpoints that do not fit each other, CheckpointError if the last state could not be saved, and DivergedError for
-    `train.bad_in_a_row` steps in a row whose loss or gradient is not finite, once going back to the newest checkpoint
-    has not helped, and for such a validation loss before its state is saved.
+    Writes config.yaml, provenance.json, metrics.jsonl, tensorboard/, checkpoints/ and trace/ into `log.dir`. SIGINT or
+    SIGTERM ends the run early, after a checkpoint.
+
+    Raises UserError, before anything is written, for settings, devices, data or checkpoints that do not fit each other;
+    CheckpointError if the last state could not be saved; DivergedError after `train.bad_in_a_row` steps in a row whose
+    loss or gradient is not finite, if rolling back to the newest checkpoint has not helped, or for a validation loss
+    that is not finite, before its state is saved.
     """
-    check_same_settings(config)  # for programs of one's own
+    check_same_settings(config)  # the command has checked this already; users' own programs call only this function
     failed_at = 0
-    with locked(config) as check_lock, stop_on_signals() as stop:
+    with lock_run_dir(config) as check_lock, stop_on_signals() as stop:
         while True:
             try:
                 return _train(config, stop, check_lock, failed_at)
-            except RollBack as back:
-                failed_at = back.step
+            except RollBack as rolled_back:
+                failed_at = rolled_back.step
                 config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume=True))
 
 
 def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], failed_at: int) -> State:
-    """Raises GoBack, too. `failed_at`: the step for which the run has gone back, or 0."""
+    """Train from the newest state. `failed_at`: the step because of which the run has rolled back, or 0.
+
+    Raises RollBack, and the errors of `train`.
+    """
     run = open_run(config)
     report_progress(run.first_step)
     check_memory(run)
-    run, restored = restore_newest(config, run)
+    run, restored = restore_latest(config, run)
     if restored:
         run.batches.set_state(restored.record.data)
-    check_next(run.batches)
-    _say(table(describe(run)))
-    # of what all others would measure at the same time
+    check_next_batch(run.batches)
+    _print(table(describe(run)))
+    # only process 0 needs it; processes that measure it at the same time would disturb each other
     dtype = config.train.compute_dtype
     peak = cached_number(f"rate-{dtype}", lambda: matrix_flops_per_s(dtype)) if is_main_process() else math.inf
-    safety = Safety(run, restored)
+    replicator = Replicator(run, restored)
     programs = compile_programs(run)
     state = restored.state if restored else first_state(run, programs)
-    program = programs.step.result()  # nothing is written of what does not compile
+    program = programs.step.result()  # nothing is written if the step does not compile
     write_start(run, programs.fingerprint)
     last, step = config.train.steps, run.first_step
     with (
         _open_log(run) as log,
-        safety.begun(log, programs.digests),
+        replicator.running(log, programs.digests),
         Tracing(steps_to_trace(config, step), run.folder) as tracing,
         _open_checkpoints(run, programs, log) as checkpoints,
         exit_with_peers(),
     ):
         if restored:
-            _say(_going_on(step, restored.source) if step < last else _ALREADY.format(run.folder, step))
+            _print(_resuming(step, restored.source) if step < last else _ALREADY.format(run.folder, step))
         if failed_at:
             log.write({"step": step, "back_from_step": failed_at})
         meter = Meter(config, log, peak, energy_counter(jax.local_devices()))
-        under_way = restored.record.tuner if restored else None
-        tuning, migration = Tuning(run, program, meter, log, under_way), Rebalancer(run, meter, log)
-        capacities = Capacities(run.changes, run.batch_shape, log, run.target)
+        search_state = restored.record.tuner if restored else None
+        tuning, rebalancer = Tuning(run, program, meter, log, search_state), Rebalancer(run, meter, log)
+        capacities = CapacityPrograms(run.changes, run.batch_shape, log, run.target)
         bad_steps = meter.bad_steps
-        bad_steps.remember(restored.record.recent_losses if restored else ())
-        behind = StepCallbacks(run, programs, meter, tuning, checkpoints, safety, log)
-        behind.keep_safe(step, state)
-        if restored and restored.run_id:  # copies are made before
-            behind.validate_and_save(step, state, restored.is_validated)
+        bad_steps.restore_losses(restored.record.recent_losses if restored else ())
+        callbacks = StepCallbacks(run, programs, meter, tuning, checkpoints, replicator, log)
+        callbacks.replicate(step, state)
+        if restored and restored.run_id:  # from safety copies, which are made before validation and checkpoint
+            callbacks.validate_and_save(step, state, restored.is_validated)
         while step < last and not stop.reached() and not bad_steps.too_many:
             check_lock()
             state = faults.inject_requested_fault(state)
-            inputs = run.on_mesh(next(run.batches)), *bad_steps.bound(run.trainer.mesh, done=step)
+            inputs = run.on_mesh(next(run.batches)), *bad_steps.loss_bound(run.trainer.mesh, done=step)
             step += 1
             if capacities.begins(step):
                 with meter.paused():
-                    tuning.step, behind.evaluate = capacities.programs()
+                    tuning.step, callbacks.evaluate = capacities.programs()
             tracing.begin(step, meter)
             with StepTraceAnnotation("train", step_num=step):
                 state, metrics = tuning.step(state, *inputs)
             meter.add(step, metrics, timed=step not in tracing.steps)
-            if step == run.first_step + 2:  # the first is recorded
+            if step == run.first_step + 2:  # the first step is recorded by now
                 programs.compile_others()
-                if not gc.isenabled():  # the command does without until here
+                if not gc.isenabled():  # the command disables garbage collection at startup
                     gc.freeze()
                     gc.enable()
             tracing.end(step, tuning.step, meter)
             report_progress(step - 1)
             tuning.step_started(step)
-            state = migration.after(step, state)
-            behind.keep_safe(step, state)
-            behind.validate_and_save(step, state)
+            state = rebalancer.after_step(step, state)
+            callbacks.replicate(step, state)
+            callbacks.validate_and_save(step, state)
         meter.finish(stopping=True)
         if bad_steps.too_many:
             raise handle_divergence(run, state, bad_steps, checkpoints, failed_at, log)
         if step > run.first_step:
             tuning.finish()
         if 0 < step < last:
-            behind.save(step, state)
+            callbacks.save(step, state)
     end_progress()
     if step < last:
-        _say(f"stopped after step {step}: the same command goes on from there")
+        _print(f"stopped after step {step}: the same command goes on from there")
     return state
 
 
-def _going_on(step: int, told: str) -> str:
-    return f"going on from step {step}: {told}" if told else f"going on from step {step}"
+def _resuming(step: int, source: str) -> str:
+    return f"going on from step {step}: {source}" if source else f"going on from step {step}"
 
 
 _ALREADY = "log.dir={} is already trained to step {}: set train.steps higher to go on"
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     if is_main_process():
         print(text, flush=True)
 
@@ -159,5 +164,5 @@ def _open_log(run: Run) -> RunLog:
 
 
 def _open_checkpoints(run: Run, programs: Programs, log: RunLog) -> Checkpoints:
-    digests = programs.digests
-    return Checkpoints(run.folder, run.config.checkpoint.keep, log, lambda state: digests.result()(state), about(run))
+    digests, keep = programs.digests, run.config.checkpoint.keep
+    return Checkpoints(run.folder, keep, log, lambda state: digests.result()(state), record_facts(run))

@@ -1,8 +1,8 @@
-"""How long grouped products took: a JSON file of this user, for all runs of the same devices and shapes.
+"""Cache of measured times of grouped products: a JSON file of the user, for all runs with equal devices and shapes.
 
 [{"of": {"rows": 49152, "device": "NVIDIA H200", …}, "seconds": {"blocks": 0.0031, "pallas": 0.0012}}, …]
 
-It saves a few seconds at the start of a run, so nothing that is wrong with it stops one.
+The cache only saves a few seconds at the start of a run, so errors in it are warnings.
 """
 
 import json
@@ -19,37 +19,37 @@ Times = dict[str, float]
 
 
 def cache_file() -> Path:
-    """Below XDG_CACHE_HOME, or ~/.cache. Raises RuntimeError for a user without a home."""
+    """The path of the cache, in XDG_CACHE_HOME or ~/.cache. Raises RuntimeError if the user has no home directory."""
     folder = os.environ.get("XDG_CACHE_HOME")
     return (Path(folder) if folder else Path.home() / ".cache") / "moe_jax" / "grouped_products.json"
 
 
-def read_times(of: Mapping[str, Any], names: Collection[str]) -> Times | None:
-    """What products of these names took for the same plain values `of`, if any was timed."""
+def read_times(key: Mapping[str, Any], names: Collection[str]) -> Times | None:
+    """The cached times of these products in seconds, for a key of plain values; None if there are none."""
     try:
         entries = _entries(cache_file())
     except (OSError, RuntimeError, ValueError) as error:
         _warn(f"what grouped products took before cannot be read ({_reason(error)}): they are timed again")
         return None
-    found: Times = next((each["seconds"] for each in entries if each["of"] == of), {})
+    found: Times = next((each["seconds"] for each in entries if each["of"] == key), {})
     return {name: seconds for name, seconds in found.items() if name in names} or None
 
 
-def write_times(of: Mapping[str, Any], seconds: Times) -> None:
-    """Put an entry into the file, in the place of one for the same; a damaged file is replaced."""
+def write_times(key: Mapping[str, Any], seconds: Times) -> None:
+    """Add or replace the entry for a key; a damaged file is replaced."""
     try:
         file = cache_file()
         try:
-            others = [each for each in _entries(file) if each["of"] != of]
+            others = [each for each in _entries(file) if each["of"] != key]
         except ValueError:
             others = []
-        write_atomically(file, json.dumps([*others, {"of": of, "seconds": seconds}], indent=1) + "\n")
+        write_atomically(file, json.dumps([*others, {"of": key, "seconds": seconds}], indent=1) + "\n")
     except (OSError, RuntimeError) as error:
         _warn(f"what grouped products took cannot be kept ({_reason(error)}): the next run times them again")
 
 
 def _entries(file: Path) -> list[dict[str, Any]]:
-    """Raises OSError, and ValueError for a damaged file."""
+    """The entries of a cache file; none if it does not exist. Raises OSError, and ValueError for a damaged file."""
     if not file.exists():
         return []
     entries = read_json(file)

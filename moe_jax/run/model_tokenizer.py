@@ -1,23 +1,23 @@
-"""Whether tokens are those of a model: the data that it is trained with, and the text that it is sampled with."""
+"""Checks that a model's data and prompts are encoded with the model's own tokenizer."""
 
 from pathlib import Path
 
 from moe_jax.config import Config
 from moe_jax.config.yaml_io import load_config
 from moe_jax.convert.source import is_imported, origin_of
-from moe_jax.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, of_model, same_tokens
+from moe_jax.data.tokenizer import ByteTokenizer, Tokenizer, load_model_tokenizer, load_tokenizer, same_tokens
 from moe_jax.data.tokens import BPE_FILE, META_FILE, check_tokenizer_file, find_data, read_meta
 from moe_jax.distributed.processes import is_main_process
 from moe_jax.errors import ConfigError, DataError
 from moe_jax.files.untrusted import read_json
 
-_BYTES = None  # in place of a tokenizer's file
+_BYTES = None  # stands for the byte tokenizer, which has no file
 
 
 def check_tokens(config: Config, data: Path, new: bool) -> None:
-    """Raise UserError if a new run would read other tokens than the model of `train.init_from` knows.
+    """Raise UserError if a new run would read tokens of another tokenizer than that of `train.init_from`.
 
-    Where the two cannot be compared, and for tokens made by an older version, one line is printed.
+    Prints a warning if the two cannot be compared, or if the tokens were made by an older version.
     """
     file = _file_of(data)
     if file and read_meta(data).begin_of_text is None:
@@ -49,7 +49,7 @@ def check_tokens(config: Config, data: Path, new: bool) -> None:
 
 
 def tokenizer_of_run(config: Config, run: Path) -> Tokenizer:
-    """What a run's text and its prompts are encoded with: its own tokenizer.json, or that of `data.path`.
+    """The tokenizer for a run's prompts: that of its own tokenizer.json, or else that of `data.path`.
 
     Raises DataError.
     """
@@ -63,7 +63,7 @@ def tokenizer_of_run(config: Config, run: Path) -> Tokenizer:
             )
         return tokenizer
     if not path.is_dir() or not (file := _file_of(path)):
-        return of_model(run)[1]
+        return load_model_tokenizer(run)[1]
     if not same_tokens(file, own):
         raise DataError(
             f"{own} and {file} are different tokenizers: name by data.path the folder that was prepared with the first "
@@ -73,7 +73,7 @@ def tokenizer_of_run(config: Config, run: Path) -> Tokenizer:
 
 
 def _file_of(data: Path) -> Path | None:
-    """The tokenizer.json of a data path; None: it has bytes. Raises DataError if it is another one now."""
+    """The tokenizer.json of a data path; None for bytes. Raises DataError if the file has been replaced."""
     if not data.is_dir():
         return _BYTES
     meta = read_meta(data)
@@ -82,7 +82,7 @@ def _file_of(data: Path) -> Path | None:
 
 
 def _file_of_model(config: Config, begun: Path) -> Path | None:
-    """The same of the model that a run begins with. Raises ConfigError if it is not there."""
+    """The tokenizer.json of the model that a run begins with; None for bytes. Raises ConfigError if it is missing."""
     if origin := origin_of(config):
         if not (origin.parent / BPE_FILE).is_file():
             raise ConfigError(f"it has no {BPE_FILE}")
@@ -97,7 +97,10 @@ def _file_of_model(config: Config, begun: Path) -> Path | None:
 
 
 def _check_older(data: Path, file: Path, new: bool) -> None:
-    """Of a folder made when settings of tokenizer.json were obeyed, and long texts cut before they were encoded."""
+    """Warn about data of an older version, or raise DataError if a new run would use it with truncation or padding.
+
+    Older versions obeyed these settings of tokenizer.json, and encoded long texts in pieces.
+    """
     again = f"make the folder again with scripts/prepare_text.py TEXT FOLDER --tokenizer {data}"
     try:
         saved = read_json(file)

@@ -1,7 +1,6 @@
-"""Whether all processes of a run were given the same settings and hold the same data, compared before the first step.
+"""Check before the first step that all processes of a run have the same settings and the same data.
 
-Processes that differ would train on, each by itself, and nobody would see it: their collectives fit each other as long
-as shapes do.
+Without it, a difference would go unnoticed: collectives work as long as the shapes agree, whatever each process trains.
 """
 
 import dataclasses
@@ -21,10 +20,10 @@ from moe_jax.data.tokens import SPLITS, Tokens, read_meta
 from moe_jax.errors import ConfigError
 from moe_jax.files.untrusted import read_bytes
 
-# Settings that may differ, as they are about the process's own host. Of all files but copies in memory the content is
-# compared: of the text below, of measured times in `_own`, of clusters and tuned settings where they are read, and
-# parameters to begin with are compared as all replicas are (checkpoint/checksums.py).
-OWN = {
+# Settings that may differ between processes, as they are paths on a process's own host, or depend on it. The contents
+# of the files (except safety copies) are compared instead: data and measured times of tasks in this file, clusters and
+# tuned settings where they are read, and initial parameters like all replicas (checkpoint/checksums.py).
+_MAY_DIFFER = {
     "data.path",
     "data.prefetch",
     "train.init_from",
@@ -33,15 +32,15 @@ OWN = {
     "schedule.task_times",
     "checkpoint.safety_copies_dir",
 }
-_PATIENCE_S = 3600  # for others, who may have a long text to read; one that is gone is noticed after 30 seconds
+_TIMEOUT_S = 3600  # other processes may have a long text to read; jax notices a lost process after 30 seconds
 _numbers = itertools.count()
 
 Values = Mapping[str, str]
 
 
 def check_same_settings(sections: Sections) -> None:
-    """Raise ConfigError on all processes unless all have the same settings; all of them call it."""
-    if not _is_one_of_many():
+    """Raise ConfigError on all processes unless all have the same settings. All processes call it."""
+    if not _has_other_processes():
         return
     values = shared_settings(sections)
     if isinstance(sections, Draft):
@@ -51,13 +50,13 @@ def check_same_settings(sections: Sections) -> None:
 
 
 def shared_settings(sections: Sections) -> dict[str, str]:
-    """Those that all processes of a run have alike, as texts."""
-    return {name: _text(value) for name, value in _settings(sections).items() if name not in OWN}
+    """The settings that must be the same on all processes of a run: their values as text, by full name."""
+    return {name: _text(value) for name, value in _settings(sections).items() if name not in _MAY_DIFFER}
 
 
 def check_same_data(tokens: Tokens) -> None:
-    """Raise ConfigError on all processes unless all hold the same tokens; all of them call it."""
-    if not _is_one_of_many():
+    """Raise ConfigError on all processes unless all have the same tokens. All processes call it."""
+    if not _has_other_processes():
         return
     if tokens.path.is_dir():
         meta = read_meta(tokens.path)
@@ -72,7 +71,8 @@ def check_same_data(tokens: Tokens) -> None:
 
 
 def _check_same(own: Values, cure: str) -> None:
-    if not _is_one_of_many():
+    """Compare values over all processes, on process 0. Raises ConfigError, which ends with `cure`, on all of them."""
+    if not _has_other_processes():
         return
     state, name = distributed.global_state, f"moe_jax_alike_{next(_numbers)}"
     client: Any = state.client
@@ -81,12 +81,12 @@ def _check_same(own: Values, cure: str) -> None:
     else:
         differences = []
         for process in range(1, state.num_processes):
-            other = json.loads(client.blocking_key_value_get(f"{name}/{process}", _PATIENCE_S * 1000))
+            other = json.loads(client.blocking_key_value_get(f"{name}/{process}", _TIMEOUT_S * 1000))
             differences += _differences(own, other, process)
         client.key_value_set(f"{name}/all", "; ".join(differences[:3]))
-    told = client.blocking_key_value_get(f"{name}/all", _PATIENCE_S * 1000)
-    if told:
-        raise ConfigError(f"{told}: {cure}")
+    problem = client.blocking_key_value_get(f"{name}/all", _TIMEOUT_S * 1000)
+    if problem:
+        raise ConfigError(f"{problem}: {cure}")
 
 
 def _differences(here: Values, there: Values, process: int) -> list[str]:
@@ -97,13 +97,16 @@ def _differences(here: Values, there: Values, process: int) -> list[str]:
     ]
 
 
-def _is_one_of_many() -> bool:
-    """Without starting jax's devices, which processes of different settings may not be able to do together."""
+def _has_other_processes() -> bool:
+    """Whether the run has several processes.
+
+    Does not start jax's devices: processes with different settings may not be able to do so together.
+    """
     return jax.distributed.is_initialized() and distributed.global_state.num_processes > 1
 
 
 def _settings(sections: Any, name: str = "") -> dict[str, Any]:
-    """By their full names."""
+    """All settings by their full names, such as `train.steps`."""
     if not dataclasses.is_dataclass(sections):
         return {name: sections}
     found: dict[str, Any] = {}
@@ -113,12 +116,12 @@ def _settings(sections: Any, name: str = "") -> dict[str, Any]:
 
 
 def _text(value: object) -> str:
-    """As configs have it."""
+    """A value as it is written in a config."""
     return json.dumps(value) if not isinstance(value, str) else value
 
 
 def _content(name: str, file: str | None) -> Values:
-    """Of a file that a setting names."""
+    """The checksum of a file that a setting names, as text."""
     if file is None:
         return {name: "null"}
     try:

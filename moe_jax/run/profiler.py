@@ -1,5 +1,7 @@
-"""Steps of a run under jax's profiler, for TensorBoard's and xprof's pages; of one step `report --compile … --trace`
-draws what it did beside what was predicted."""
+"""Traces of some steps of a run by jax's profiler, for TensorBoard and xprof.
+
+`report --compile … --trace` draws the trace of one step next to its predicted timeline.
+"""
 
 import shutil
 from pathlib import Path
@@ -15,9 +17,10 @@ from moe_jax.telemetry.meter import Meter
 
 
 def steps_to_trace(config: Config, first_step: int) -> range:
-    """Those of `log.trace_step`, or as many behind the first of this process, which includes its start-up.
+    """The steps of `log.trace_step`, or as many later ones if they include this process's first step.
 
-    None where they were done before this start, or none is left.
+    The first step of a process is not traced, as it includes start-up. Empty if the steps were done before this start,
+    or if none is left.
     """
     wanted = config.log.trace_step
     if wanted is None or wanted[-1] <= first_step:
@@ -28,9 +31,9 @@ def steps_to_trace(config: Config, first_step: int) -> range:
 
 @final
 class Tracing:
-    """Leaves the trace of some steps and their program's HLO text in RUN/trace/PROCESS, whole or not at all.
+    """Context manager that writes the trace of some steps, and their program's HLO text, into RUN/trace/PROCESS.
 
-    A context: what an error or the end of the run leaves incomplete is removed.
+    An incomplete trace, after an error or the end of the run, is removed.
     """
 
     def __init__(self, steps: range, run_folder: Path):
@@ -48,7 +51,7 @@ class Tracing:
         shutil.rmtree(self._part, ignore_errors=True)
 
     def begin(self, step: int, meter: Meter) -> None:
-        """Start, on idle devices, if this is the first of the steps."""
+        """Start tracing, on idle devices, if this is the first of the steps."""
         if not self.steps or step != self.steps[0]:
             return
         with meter.paused():
@@ -61,7 +64,7 @@ class Tracing:
             _wait_for_all("have started to trace")
 
     def end(self, step: int, program: Compiled, meter: Meter) -> None:
-        """Stop and write, if this was the last of the steps."""
+        """Stop tracing and write the trace, if this was the last of the steps."""
         if not self._is_on or step != self.steps[-1]:
             return
         with meter.paused():  # which waits for the step
@@ -70,7 +73,7 @@ class Tracing:
             (self._part / PROGRAM).write_text(program.as_text() or "", encoding="utf-8")
             shutil.rmtree(self._folder, ignore_errors=True)
             self._part.rename(self._folder)
-            _wait_for_all("have written")  # or the next step would count as long as the slowest of them takes
+            _wait_for_all("have written")  # else the time of the next step would include the slowest writer
 
 
 def _wait_for_all(processes: str) -> None:

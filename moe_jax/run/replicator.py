@@ -1,6 +1,6 @@
-"""Safety copies of the training state in the memory of two nodes, from which a run goes on when one of them is lost.
+"""Safety copies of the training state in the memory of two nodes, from which a run resumes if one of them is lost.
 
-After FlowMoE, which keeps a replica of each expert on another node; here of everything that one node alone has.
+FlowMoE stores a replica of each expert on another node; here everything that only one node has is replicated.
 """
 
 import os
@@ -29,17 +29,18 @@ from moe_jax.parallel.p2p_copy import p2p_copy_shards
 from moe_jax.plan.plan_text import size
 from moe_jax.run.divergence import RollBack
 from moe_jax.run.restore_from_replicas import RUN_ID
-from moe_jax.run.setup import Run, about
+from moe_jax.run.setup import Run, record_facts
 from moe_jax.step.compile_cache import BackgroundCompile, compiled
 from moe_jax.telemetry.run_log import RunLog, human_seconds
 
-Arrays = tuple[int, ...]  # their numbers among the state's
+Arrays = tuple[int, ...]  # indices among the leaves of the state
 
 
-class Safety:
-    """Makes the copies of a run, if it has any. Making it takes their memory: raises ConfigError if there is none left.
+class Replicator:
+    """Makes the safety copies of a run, if they are enabled.
 
-    All processes call all of its methods. The programs that send pieces are compiled in the background.
+    All processes call all of its methods. The constructor reserves the memory for the copies, and raises ConfigError if
+    there is not enough. The programs that send pieces are compiled in the background.
     """
 
     def __init__(self, run: Run, restored: Restored | None):
@@ -50,12 +51,12 @@ class Safety:
             return
         self._files = _reserved(self._plan, restored, run.config.checkpoint.safety_copies_dir)
         self._run_id = restored.run_id if restored and restored.run_id else allgather(1 + secrets.randbits(31))[0]
-        self._about = from_process(0, about(run))  # one record for all nodes, whose own settings may differ
+        self._facts = from_process(0, record_facts(run))  # one record for all nodes: their own settings may differ
         self._programs = _programs(self._plan, run.trainer.state_shapes)
 
     @contextmanager
-    def begun(self, log: RunLog, digests: BackgroundCompile) -> Iterator[None]:
-        """With copies while the run goes on. At its end nothing is left of them, nor if it has diverged."""
+    def running(self, log: RunLog, digests: BackgroundCompile) -> Iterator[None]:
+        """Context in which copies can be made. They are removed at the end of the run, also if it has diverged."""
         self._log, self._digests = log, digests
         if self._plan is None:
             yield
@@ -77,27 +78,29 @@ class Safety:
             self._files.close()
 
     def _remove(self) -> None:
-        if self._run.safety is not None:  # on every node; others of this one may be doing it, too
+        """Remove the copies on this node; other processes of the node may do so at the same time."""
+        if self._run.safety is not None:
             shutil.rmtree(self._run.safety.folder, ignore_errors=True)
 
     def due(self, step: int) -> bool:
-        """Whether copies are to be made behind a step; at the start they bring those back that were lost."""
+        """Whether copies are due after a step. They are also due at the start, to replace lost ones."""
         if self._plan is None or step == self._last:
             return False
         return step == self._run.first_step or step % self._every == 0
 
-    def keep(self, step: int, state: Any, *, is_recorded: bool, **host: Any) -> None:
-        """Make copies; returns when all processes have them. One that fails is told, and the ones before stay.
+    def replicate(self, step: int, state: Any, *, is_recorded: bool, **host: Any) -> None:
+        """Make copies of the state; returns when all processes have them.
 
-        `is_recorded`: metrics.jsonl is going to have a record of this step, without which the copies are of no use.
-        `host` is what the record has of the run besides arrays, as in checkpoints.
+        A failure is reported, and the preceding copies remain valid. `is_recorded`: metrics.jsonl will have a record of
+        this step; the copies are then only used if it does. `host`: state of the run on the host, for the record of the
+        copies, as in checkpoints.
         """
         assert self._plan is not None
         digests = self._compiled()
-        began = time.perf_counter()
+        start = time.perf_counter()
         leaves = array_records(state, agreed_digests(digests(state), step, state))
         host["tuner"] = from_process(0, host["tuner"]) if self._run.choices else None
-        record = Record(step=step, leaves=leaves, **host, **self._about)
+        record = Record(step=step, leaves=leaves, **host, **self._facts)
         problem = self._write(state)
         if problem is None:
             try:
@@ -105,23 +108,26 @@ class Safety:
             except OSError as error:
                 problem = error
         if any(allgather(problem is not None)):
-            self._tell_failure(step, problem)
+            self._report_failure(step, problem)
             return
         self._files.swap()
-        took_s, self._failed = time.perf_counter() - began, False
+        took_s, self._failed = time.perf_counter() - start, False
         if step == self._run.first_step:
-            self._log.tell(f"safety copies of step {step} took {human_seconds(took_s)}")
+            self._log.info(f"safety copies of step {step} took {human_seconds(took_s)}")
         elif is_recorded:
             self._log.write({"step": step, "safety_s": took_s})
 
     def _compiled(self) -> Compiled:
-        """The program of digests; returns when all programs are compiled, for which training waits once."""
+        """The program that computes checksums. Waits until all programs are compiled, which delays training once."""
         for _, program in self._programs.values():
             program.result()
         return self._digests.result()
 
     def _write(self, state: Any) -> OSError | None:
-        """All pieces, a few arrays at a time: the devices need no more than the largest array takes in addition."""
+        """Send and write all pieces; returns the error if this process cannot write.
+
+        Arrays are sent in groups, so that a device needs no more additional memory than for its largest array.
+        """
         assert self._plan is not None
         problem, arrays = None, jax.tree.leaves(state)
         try:
@@ -132,7 +138,7 @@ class Safety:
             sent = self._sent(group, arrays)
             pieces = self._pieces(self._plan.own, {number: arrays[number] for number in group})
             pieces |= self._pieces(self._plan.received, sent)
-            if problem is None:  # others need what is sent
+            if problem is None:  # after an error, this process still sends the pieces that others need
                 try:
                     self._files.write(pieces)
                 except OSError as error:
@@ -141,23 +147,24 @@ class Safety:
         return problem
 
     def _sent(self, group: Arrays, arrays: Sequence[jax.Array]) -> dict[int, jax.Array]:
-        """What the devices get of other nodes', by the numbers of the arrays."""
+        """The pieces that the devices receive from other nodes, by the numbers of their arrays."""
         if group not in self._programs:
             return {}
         numbers, program = self._programs[group]
         return dict(zip(numbers, program.result()([arrays[number] for number in numbers]), strict=True))
 
-    def _pieces(self, kept: Iterable[StoredPiece], arrays: Mapping[int, jax.Array]) -> dict[str, jax.Array]:
-        """Of these arrays, by their names, as they lie on the devices of this process."""
+    def _pieces(self, stored: Iterable[StoredPiece], arrays: Mapping[int, jax.Array]) -> dict[str, jax.Array]:
+        """The pieces of these arrays that this process stores, by name: shards on its devices."""
         devices = list(self._run.trainer.mesh.devices.flat)
         shards = {n: {shard.device: shard.data for shard in x.addressable_shards} for n, x in arrays.items()}
         return {
             each.piece.name: shards[each.piece.array][devices[each.device]]
-            for each in kept
+            for each in stored
             if each.piece.array in shards
         }
 
-    def _tell_failure(self, step: int, problem: OSError | None) -> None:
+    def _report_failure(self, step: int, problem: OSError | None) -> None:
+        """Record and print the first failure in a row."""
         if not self._failed:
             reason = problem.strerror if problem else "another process failed"
             text = f"safety copies of step {step} failed ({reason}): the ones before stay, and the next are tried"
@@ -167,7 +174,10 @@ class Safety:
 
 
 def _reserved(plan: SafetyPlan, restored: Restored | None, home: str) -> SlotFiles:
-    """Files with room for all copies; those that the state was made of stay until there are newer ones."""
+    """Files with space for all copies. Those that the state was restored from stay until there are newer ones.
+
+    Raises ConfigError if a process has not enough space.
+    """
     files, number = None, 0
     try:
         files = SlotFiles(plan.own_folder, plan.place, plan.sizes, restored.files if restored else frozenset())
@@ -188,7 +198,7 @@ def _reserved(plan: SafetyPlan, restored: Restored | None, home: str) -> SlotFil
 
 
 def _programs(plan: SafetyPlan, shapes: Any) -> dict[Arrays, tuple[Arrays, Future[Compiled]]]:
-    """For each group, the arrays of which pieces are sent, if there are any, and the program that sends them."""
+    """For each group of arrays, those with pieces to send (groups without are absent), and the program that does it."""
     pool, arrays, found = ThreadPoolExecutor(max_workers=1), jax.tree.leaves(shapes), {}
     for group in plan.layout.groups:
         if numbers := tuple(number for number in group if plan.layout.pairs(number)):

@@ -1,4 +1,4 @@
-"""What a config leaves open: as the run's checkpoints have it, or planned for the devices at hand."""
+"""Values for the `auto` settings of a config: from the run's checkpoints, or planned for the devices of this run."""
 
 import dataclasses
 import json
@@ -22,19 +22,19 @@ from moe_jax.plan.planner import plan
 from moe_jax.run.process_agreement import check_same_settings, shared_settings
 
 
-class Chosen(NamedTuple):
-    """A config without open settings."""
+class ResolvedConfig(NamedTuple):
+    """A config in which no setting is `auto`."""
 
     config: Config
-    facts: dict[str, str]  # what was chosen, in words
+    facts: dict[str, str]  # the choices as text, to be printed
 
 
-def resolve_auto(draft: Draft) -> Chosen:
-    """Choose what is open, in every process the same. Raises UserError; writes nothing."""
+def resolve_auto(draft: Draft) -> ResolvedConfig:
+    """Choose values for all `auto` settings, the same in every process. Raises UserError; writes nothing."""
     check_same_settings(draft)
     if not draft.open:
-        return Chosen(draft.choose(), {})
-    if draft.exchange.algorithm == OPEN_EXCHANGE:  # which a run without a plan has, too
+        return ResolvedConfig(draft.choose(), {})
+    if draft.exchange.algorithm == OPEN_EXCHANGE:  # this setting may be auto without a plan
         draft = dataclasses.replace(draft, open=draft.open | {"exchange.algorithm"})
     cluster = run_cluster(draft.plan.cluster)
     saved = _saved(draft)
@@ -46,22 +46,26 @@ def resolve_auto(draft: Draft) -> Chosen:
         )
     alone = ", whose simulated devices overlap nothing" if _simulates(cluster) else ""
     source = f"as in {draft.log.dir}" if saved else f"planned for {cluster.name}{alone}"
-    told = " ".join(f"{name}={_text(setting(config, name))}" for name in sorted(draft.open))
-    return Chosen(config, {"auto": f"{told}, {source}"})
+    choices = " ".join(f"{name}={_text(setting(config, name))}" for name in sorted(draft.open))
+    return ResolvedConfig(config, {"auto": f"{choices}, {source}"})
 
 
 def run_cluster(name: str | None) -> Cluster:
-    """The devices of this run, as `plan.cluster` names them or as they tell. Raises ConfigError or ClusterError."""
+    """The cluster of this run: the one that `plan.cluster` names, or one that matches its devices.
+
+    Raises ConfigError or ClusterError.
+    """
     cluster = _named(name)
     return cluster.simulated() if _simulates(cluster) else cluster
 
 
 def _simulates(cluster: Cluster) -> bool:
-    """Whether devices of this run stand for those of the cluster, which are CPUs, too."""
+    """Whether the devices of this run are simulated ones, and the cluster has CPUs, too."""
     return jax.devices()[0].platform == cluster.device.platform == "cpu" and jax.local_device_count() > 1
 
 
 def _named(name: str | None) -> Cluster:
+    """The cluster with this name, or one that matches the devices if None. Raises ConfigError or ClusterError."""
     devices = jax.devices()
     if name is None:
         slices = len({getattr(device, "slice_index", 0) for device in devices})
@@ -79,7 +83,7 @@ def _named(name: str | None) -> Cluster:
 
 
 def _saved(draft: Draft) -> Config | None:
-    """With what the run's checkpoints were made with, if it is on the same mesh."""
+    """The draft completed with the settings of the run's checkpoints; None if there are none, or on another mesh."""
     folder = Path(draft.log.dir)
     if agreed_newest(folder, {}) is None:
         return None

@@ -1,4 +1,4 @@
-"""Where a run goes on: at the newest checkpoint that is what was saved; damaged ones newer than it are put aside."""
+"""Resuming a run from its newest intact checkpoint or safety copies; newer, damaged checkpoints are quarantined."""
 
 from collections.abc import Mapping
 
@@ -16,33 +16,34 @@ from moe_jax.distributed.processes import allgather, is_main_process
 from moe_jax.errors import CheckpointError
 from moe_jax.models.placement import slot_shapes
 from moe_jax.run.identity import check_text
-from moe_jax.run.restore_from_replicas import newest_safe
+from moe_jax.run.restore_from_replicas import restore_from_replicas
 from moe_jax.run.setup import Run, open_run
 from moe_jax.step.expert_placement import fits, ordered, placement_shapes, with_first_placement
 
 
-def restore_newest(config: Config, run: Run) -> tuple[Run, Restored | None]:
-    """The state of a run's newest safety copies or checkpoint, if it has any; the run is another if it goes on
-    elsewhere than at its newest checkpoint.
+def restore_latest(config: Config, run: Run) -> tuple[Run, Restored | None]:
+    """Restore the state from a run's newest safety copies or checkpoint; None if there are none.
 
-    All processes call it. Raises CheckpointError if there are checkpoints and none is whole, or if one is of another
-    model; then none is moved.
+    Also returns the run, opened again if it resumes at another step than that of its newest checkpoint. All processes
+    call it. Raises CheckpointError if there are checkpoints but none is intact, or if one is of another model; then
+    none is moved.
     """
-    safe = newest_safe(config, run)
-    if isinstance(safe, Restored):
-        _check_text(run, safe.record)
-        run = open_run(config, run.damaged, safe.record.step)
-        _put_aside(run, run.damaged)
-        return run, safe
-    run, restored = _newest_checkpoint(config, run)
+    replicas = restore_from_replicas(config, run)
+    if isinstance(replicas, Restored):
+        _check_text(run, replicas.record)
+        run = open_run(config, run.damaged, replicas.record.step)
+        _quarantine_all(run, run.damaged)
+        return run, replicas
+    run, restored = _restore_checkpoint(config, run)
     if restored:
-        return run, restored._replace(source=f"from the checkpoint, as {safe}" if safe else "")
-    if safe and is_main_process():
-        print(f"beginning at step 0, as {safe}", flush=True)
+        return run, restored._replace(source=f"from the checkpoint, as {replicas}" if replicas else "")
+    if replicas and is_main_process():
+        print(f"beginning at step 0, as {replicas}", flush=True)
     return run, None
 
 
-def _newest_checkpoint(config: Config, run: Run) -> tuple[Run, Restored | None]:
+def _restore_checkpoint(config: Config, run: Run) -> tuple[Run, Restored | None]:
+    """Restore the newest intact checkpoint, and quarantine newer ones. Raises CheckpointError."""
     damaged = dict(run.damaged)
     while run.first_step:
         try:
@@ -51,15 +52,16 @@ def _newest_checkpoint(config: Config, run: Run) -> tuple[Run, Restored | None]:
             damaged[run.first_step] = str(error)
             run = open_run(config, damaged)
         else:
-            _put_aside(run, damaged)
+            _quarantine_all(run, damaged)
             return run, restored
     return run, None
 
 
 def _restore(run: Run) -> Restored:
-    """Whether experts migrated before and migrate now or not, and had copies or may have some.
+    """Restore the checkpoint of step `run.first_step`.
 
-    Raises DamagedError and CheckpointError.
+    The settings of migration and replicas of experts may have changed: experts are reordered accordingly. Raises
+    DamagedError and CheckpointError.
     """
     shapes, config = run.trainer.state_shapes, run.config
     record = agreed_record(run.folder, run.first_step)
@@ -89,16 +91,17 @@ def _restore(run: Run) -> Restored:
 
 
 def _check_text(run: Run, record: Record) -> None:
-    """Raises CheckpointError."""
+    """Raise CheckpointError if a record is of other training data; prints a warning if that is not known."""
     unknown = check_text(run.identity, record, run.folder, run.config.data.path)
     if unknown and is_main_process():
         print(f"warning: {unknown}", flush=True)
 
 
-def _put_aside(run: Run, damaged: Mapping[int, str]) -> None:
+def _quarantine_all(run: Run, damaged: Mapping[int, str]) -> None:
+    """Move damaged checkpoints away, with a warning for each. Returns when process 0 has moved them."""
     if is_main_process():
         for step, reason in damaged.items():
             moved = quarantine(run.folder, step, reason)
             text = damage_message(run.folder, step, reason)
             print(f"warning: {text}: moved to {moved}, going on from step {run.first_step}", flush=True)
-    allgather(0)  # until they are out of the way, for all processes
+    allgather(0)  # a barrier

@@ -1,4 +1,7 @@
-"""Whether a run can have its folder, and from which of the checkpoints there it goes on. Only its lock is written."""
+"""The folder of a run: checks that it can be used, its lock, and the step from which the run resumes.
+
+Nothing but the lock is written.
+"""
 
 import os
 from collections.abc import Callable, Iterator
@@ -17,9 +20,9 @@ from moe_jax.telemetry.run_log import FILE_NAME, read_metrics
 
 
 def resume_step(config: Config, folder: Path, damaged: dict[int, str]) -> int:
-    """The step that a run goes on from, 0 if there is none; steps passed over are added to `damaged`.
+    """The step from which a run resumes, 0 for a new run. Steps of damaged checkpoints are added to `damaged`.
 
-    All processes call it. Raises UserError if the folder is of another run, or not the same for all.
+    All processes call it. Raises UserError if the folder belongs to another run, or is not the same on all processes.
     """
     step = agreed_newest(folder, damaged)
     if step is None:
@@ -41,13 +44,13 @@ def resume_step(config: Config, folder: Path, damaged: dict[int, str]) -> int:
 
 
 @contextmanager
-def locked(config: Config) -> Iterator[Callable[[], None]]:
-    """The right to train in `log.dir`, which process 0 takes for all of them; all call it.
+def lock_run_dir(config: Config) -> Iterator[Callable[[], None]]:
+    """Context manager with the lock of `log.dir`, which process 0 takes for all processes. All of them call it.
 
-    Gives a function that raises ConfigError once another run has taken this one for dead. Raises ConfigError if another
-    run is there, or the folder cannot be made.
+    Yields a function that raises ConfigError once another run has taken over the lock. Raises ConfigError if another
+    run has the lock, or if the folder cannot be created.
     """
-    folder, problem, check = Path(config.log.dir), "", _nothing
+    folder, problem, check = Path(config.log.dir), "", _no_check
     with ExitStack() as closing:
         if is_main_process():
             try:
@@ -60,12 +63,15 @@ def locked(config: Config) -> Iterator[Callable[[], None]]:
         yield check
 
 
-def _nothing() -> None:
-    """Of the processes that have no lock."""
+def _no_check() -> None:
+    """The check of the processes without a lock."""
 
 
 def check_folder(folder: Path, name: str = "log.dir") -> None:
-    """Raise ConfigError if the folder cannot be made, or can have no checkpoints."""
+    """Raise ConfigError if the folder cannot be created or written, or if its path is unsuitable for checkpoints.
+
+    `name` is the setting or option that names the folder.
+    """
     if reason := checkpoint_path_problem(str(folder)):
         raise ConfigError(f"{name}={folder} can have no checkpoints ({reason}): use another name")
     existing = folder

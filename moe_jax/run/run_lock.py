@@ -1,6 +1,6 @@
-"""One run at a time in a folder: who trains there says so in a file, and shows every few seconds that it still lives.
+"""Lock of a run folder, so that only one run at a time trains there. Imports no jax.
 
-Imports no jax.
+The lock is a file that names the process that trains there, which rewrites it every few seconds as a heartbeat.
 """
 
 import contextlib
@@ -22,26 +22,26 @@ from moe_jax.errors import ConfigError
 from moe_jax.files.atomic import parent_folders
 
 FILE_NAME = "lock"
-LAUNCH = "MOE_JAX_LAUNCH"  # environment variable with what a launcher's workers on all hosts have in common
+LAUNCH = "MOE_JAX_LAUNCH"  # environment variable with an ID that all workers of one launch have in common, on all hosts
 
-BEAT_S = 5  # between two signs of life
-SILENCE_S = 60  # without one, after which a process on another host counts as dead
-_ENDING_S = 2  # that a process of this host which is there gets to end: it may just have been killed
-_LOOK_S = 0.2
-_EXITING = 0x4  # among Linux's flags of a process (PF_EXITING)
+BEAT_S = 5  # between two heartbeats
+SILENCE_S = 60  # without a heartbeat, after which a process on another host counts as dead
+_ENDING_S = 2  # to wait for a live process on this host to end: it may just have been killed
+_POLL_S = 0.2
+_EXITING = 0x4  # PF_EXITING, a flag of Linux processes
 
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-    """The process that trains in a folder."""
+    """The process that holds the lock of a folder, as written in the lock file."""
 
     host: str
     pid: int
-    started: str  # when, in the kernel's own count: process ids are used again
-    kernel: str  # where it is the only one with its id
+    started: str  # start time in the kernel's clock ticks, since process ids are reused
+    kernel: str  # identifies the boot and the pid namespace, in which the pid is unique
     launch: str  # see LAUNCH
-    since: float  # Unix time
-    beats: int = 0
+    since: float  # when it took the lock, Unix time
+    beats: int = 0  # heartbeats so far
 
     def __str__(self) -> str:
         return f"process {self.pid} on host {self.host}"
@@ -52,18 +52,18 @@ class Holder:
 
 @final
 class FolderLock:
-    """The right to train in a folder, as a context. Folders that it makes and nobody fills are gone at the end."""
+    """The lock of a folder, as a context manager. Folders that it creates are removed at the end if they are empty."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._path = folder, folder / FILE_NAME
         kernel, launch = _kernel(), os.environ.get(LAUNCH, "")
-        self._own = Holder(socket.gethostname(), os.getpid(), _started(os.getpid()), kernel, launch, time.time())
+        self._own = Holder(socket.gethostname(), os.getpid(), _start_time(os.getpid()), kernel, launch, time.time())
         self._lost_to: Holder | None = None
         self._ends = threading.Event()
         self._closing = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        """Raises ConfigError if another run is there. One that is gone is replaced, which is said."""
+        """Take the lock, also from a dead process, which is reported. Raises ConfigError if another run has it."""
         with contextlib.ExitStack() as closing:
             try:
                 closing.enter_context(parent_folders([self._path]))
@@ -83,7 +83,7 @@ class FolderLock:
                 self._path.unlink()
 
     def check(self) -> None:
-        """Raise ConfigError if another run has taken this one for dead."""
+        """Raise ConfigError if another run has taken over the lock, since this process seemed dead."""
         if self._lost_to is not None:
             raise ConfigError(
                 f"log.dir={self._folder} was taken over by {self._lost_to}, as this process gave no sign of life for "
@@ -91,40 +91,41 @@ class FolderLock:
             )
 
     def _take(self) -> None:
-        told, beats, since = False, -1, time.monotonic()
+        """Wait until the folder is free or its holder is dead, and take the lock. Raises ConfigError and OSError."""
+        reported, beats, since = False, -1, time.monotonic()
         while True:
             with _opened(self._path) as file:
                 holder = _holder(file)
                 is_here = holder is not None and holder.kernel == self._own.kernel
                 silent_s = time.monotonic() - since
-                if holder is None or (not _lives(holder) if is_here else self._is_dead(holder, silent_s)):
+                if holder is None or (not _is_alive(holder) if is_here else self._is_dead(holder, silent_s)):
                     _write(file, self._own)
                     if holder is not None:
                         print(f"log.dir={self._folder}: {holder}, which trained there, is gone: taken over", flush=True)
                     return
-            # a launcher may have been killed alone, and started again while its processes still end
+            # a launcher may have been killed and restarted while its old worker processes are still ending
             ending_s = SILENCE_S if is_supervised() else _ENDING_S
             if (is_here and silent_s > ending_s) or (not is_here and beats not in (-1, holder.beats)):
                 raise ConfigError(
                     f"log.dir={self._folder} is in use by {holder} for {time.time() - holder.since:.0f} s: "
                     "wait for its end, or use another log.dir"
                 )
-            if not told and (not is_here or silent_s > _ENDING_S):
-                told, beats = True, holder.beats
+            if not reported and (not is_here or silent_s > _ENDING_S):
+                reported, beats = True, holder.beats
                 print(
                     f"log.dir={self._folder} was in use by {holder}: waiting at most {SILENCE_S} s for a sign of life",
                     flush=True,
                 )
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     def _is_dead(self, holder: Holder, silent_s: float) -> bool:
-        """Whether a process that cannot be seen from here is."""
-        if holder.launch and holder.launch == self._own.launch:  # its launcher starts this one when that one has ended
+        """Whether a process that is not visible from here is dead. `silent_s`: time observed without a heartbeat."""
+        if holder.launch and holder.launch == self._own.launch:  # a launcher restarts a process only after it has ended
             return True
         return max(silent_s, self._age_s()) > SILENCE_S
 
     def _age_s(self) -> float:
-        """Of the last sign of life, by the clock of the file system: those of two hosts may differ."""
+        """Time since the last heartbeat in seconds, by the file system's clock: the clocks of two hosts may differ."""
         probe = self._path.with_name(f"{FILE_NAME}.{self._own.host}.{self._own.pid}")
         try:
             probe.write_bytes(b"")
@@ -133,10 +134,11 @@ class FolderLock:
             probe.unlink(missing_ok=True)
 
     def _beat(self) -> None:
+        """Write heartbeats until the lock is released or lost; runs in a thread of its own."""
         beats = 0
         while not self._ends.wait(BEAT_S):
             beats += 1
-            with contextlib.suppress(OSError), _opened(self._path) as file:  # a full disk, or the folder is deleted
+            with contextlib.suppress(OSError), _opened(self._path) as file:  # a full disk, or a deleted folder
                 holder = _holder(file)
                 if self._ends.is_set():
                     return
@@ -148,7 +150,7 @@ class FolderLock:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """The file, made if it is missing, and nobody else's meanwhile."""
+    """Open the lock file for exclusive access; creates it if it is missing. Raises OSError."""
     while True:
         with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666), "r+b", buffering=0) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -156,12 +158,13 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
             with contextlib.suppress(OSError):  # file systems without locks
                 fcntl.flock(file, fcntl.LOCK_EX)
             with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(path.stat(), os.fstat(file.fileno())):  # else it was removed meanwhile
+                if os.path.samestat(path.stat(), os.fstat(file.fileno())):  # else it was removed in the meantime
                     yield file
                     return
 
 
 def _holder(file: IO[bytes]) -> Holder | None:
+    """The holder in a lock file; None if the file is empty or invalid."""
     file.seek(0)
     try:
         found = Holder(**json.loads(file.read(10_000)))
@@ -173,7 +176,10 @@ def _holder(file: IO[bytes]) -> Holder | None:
 
 
 def _write(file: IO[bytes], holder: Holder) -> None:
-    """In the length that it had, or else: on a full disk an old sign of life still finds room."""
+    """Write a holder into a lock file. Raises OSError.
+
+    The text is padded to a fixed length, so that a heartbeat can still be written when the disk is full.
+    """
     text = json.dumps(dataclasses.asdict(holder)).encode().ljust(400) + b"\n"
     file.seek(0)
     if file.write(text) != len(text):
@@ -183,7 +189,7 @@ def _write(file: IO[bytes], holder: Holder) -> None:
 
 
 def _kernel() -> str:
-    """Of this process: the boot of its host and, of containers, the process ids that it sees."""
+    """Identifies the boot of this host and the pid namespace (container) of this process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -191,14 +197,14 @@ def _kernel() -> str:
         return socket.gethostname()
 
 
-def _lives(holder: Holder) -> bool:
-    """Whether a process of this kernel is still there, and not about to end."""
+def _is_alive(holder: Holder) -> bool:
+    """Whether a process on this kernel still exists and is not about to end."""
     try:
         os.kill(holder.pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        if not _stat(holder.pid):  # of another user, and hidden
+        if not _stat(holder.pid):  # a process of another user, which is hidden
             return True
     except (OSError, OverflowError):
         pass
@@ -208,13 +214,14 @@ def _lives(holder: Holder) -> bool:
     return fields[0] not in "ZX" and not int(fields[6]) & _EXITING and fields[19] == holder.started
 
 
-def _started(pid: int) -> str:
+def _start_time(pid: int) -> str:
+    """When a process started, in clock ticks since boot; empty if unknown."""
     fields = _stat(pid)
     return fields[19] if fields else ""
 
 
 def _stat(pid: int) -> list[str]:
-    """What Linux says of a process after its name, from the state on; nothing elsewhere, or if it is gone."""
+    """The fields of Linux's /proc/PID/stat from the process state on; empty on other systems, or if it has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Text from a trained model, on one device."""
+"""Sampling of text from a trained model, on one device."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ from moe_jax.parallel.sharding import REPLICATED
 
 
 def one_device_mesh() -> jax.sharding.Mesh:
-    """All axes of size 1 over this process's first device."""
+    """A mesh of this process's first device; all axes have size 1."""
     found_devices()
     return make_mesh(MeshConfig(), jax.local_devices()[:1])
 
@@ -32,15 +32,15 @@ def one_device_mesh() -> jax.sharding.Mesh:
 def sample_tokens(
     config: Config, params: Any, prompt: NDArray[np.int32], count: int, temperature: float, seed: int
 ) -> NDArray[np.int32]:
-    """`count` tokens that follow a non-empty prompt. `params` lie on one device or on a mesh of this process,
-    as the config's pipeline stages hold them.
+    """Sample `count` tokens that follow a non-empty prompt.
 
-    The model sees at most the `data.seq_len` tokens it was trained with: text longer than that is sampled in
-    windows, each beginning with the second half of the one before.
+    `params` are on one device or on a mesh of this process, in the layout of the config's pipeline stages. The context
+    is at most `data.seq_len` tokens, as in training: longer text is sampled in windows, each of which begins with the
+    second half of the preceding one.
     """
     mesh, length = one_device_mesh(), config.data.seq_len
     params = in_order(jax.device_put(params, jax.sharding.NamedSharding(mesh, REPLICATED)), Stages.of(config))
-    # the run's own kernels may not exist for this device, and its exchange may need more of them
+    # the kernels of the run may not exist for this device, and its exchange may need several devices
     train = dataclasses.replace(config.train, grouped_product="auto", attention_kernel="auto")
     exchange = dataclasses.replace(config.exchange, algorithm="flat", ranks_per_node=None)
     here = dataclasses.replace(config, train=train, exchange=exchange)
@@ -59,32 +59,35 @@ def sample_tokens(
 def sample_text(
     config: Config, params: Any, tokenizer: Tokenizer, prompt: str, count: int, temperature: float, seed: int
 ) -> str:
-    """Prompt and continuation as text. Raises ConfigError as `encode_prompt` does."""
+    """The prompt and a sampled continuation as text. Raises ConfigError for an invalid prompt."""
     before = encode_prompt(config, tokenizer, prompt)
     tokens = sample_tokens(config, params, before, count, temperature, seed)
-    return prompt + _shown(continuation(tokenizer, before.tolist(), tokens.tolist()))
+    return prompt + _printable(continuation(tokenizer, before.tolist(), tokens.tolist()))
 
 
 def continuation(tokenizer: Tokenizer, before: list[int], tokens: list[int]) -> str:
-    """The text that tokens add to that of the tokens before them.
+    """The text of `tokens` that follow the tokens `before`.
 
-    A tokenizer may take away the space before the first token of all, so that tokens decoded alone would lack one.
+    Decoding `tokens` alone could lose a space, since a tokenizer may remove the space before the first token.
     """
     known, whole = tokenizer.decode(before), tokenizer.decode([*before, *tokens])
     shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(known, whole, strict=False))
     return whole[len(list(shared)) :]
 
 
-def _shown(text: str) -> str:
-    """Without control characters, which a terminal would obey: a model of bytes samples them, too."""
-    seen = text.replace("\r\n", "\n")
-    return "".join("\ufffd" if unicodedata.category(each) == "Cc" and each not in "\n\t" else each for each in seen)
+def _printable(text: str) -> str:
+    """The text with control characters, which a terminal would obey, replaced by U+FFFD.
+
+    A model of bytes can sample such characters. Tabs and line breaks stay.
+    """
+    text = text.replace("\r\n", "\n")
+    return "".join("\ufffd" if unicodedata.category(each) == "Cc" and each not in "\n\t" else each for each in text)
 
 
 def encode_prompt(config: Config, tokenizer: Tokenizer, prompt: str) -> NDArray[np.int32]:
-    """The prompt's tokens, after those that begin a text.
+    """The tokens of a prompt, preceded by those that begin a text.
 
-    Raises ConfigError if there are none, or such that the model does not know.
+    Raises ConfigError if there are no tokens, or if one is outside the model's vocabulary.
     """
     tokens, known = [*tokenizer.begin_of_text, *tokenizer.encode(prompt)], config.model.vocab_size
     if not tokens:
@@ -98,7 +101,10 @@ def encode_prompt(config: Config, tokenizer: Tokenizer, prompt: str) -> NDArray[
 
 
 def write_sample(config: Config, params: Any, run: Path) -> str:
-    """Sample as `log` says, at temperature 0.8, into the run's sample.txt; returns the text."""
+    """Write a sample to the run's sample.txt, at temperature 0.8; returns the text.
+
+    The prompt and the number of tokens are `log.sample_prompt` and `log.sample_tokens`.
+    """
     log, tokenizer, seed = config.log, load_tokenizer(Path(config.data.path)), config.train.seed
     text = sample_text(config, params, tokenizer, log.sample_prompt, log.sample_tokens, temperature=0.8, seed=seed)
     write_atomically(run / "sample.txt", text)

@@ -1,4 +1,4 @@
-"""Everything a run needs before its first step, checked before anything is written."""
+"""Setup of a run: everything that it needs before its first step, checked before anything is written."""
 
 import dataclasses
 import functools
@@ -31,9 +31,9 @@ from moe_jax.measure.targets import Target
 from moe_jax.parallel.mesh import batch_shards, make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.plan.clusters import Cluster
-from moe_jax.run.capacity_schedule import Change, changes_of
+from moe_jax.run.capacity_schedule import CapacityChange, capacity_changes
 from moe_jax.run.choose_grouped_matmul import with_fastest_product
-from moe_jax.run.export_tokenizer import keep_tokenizer
+from moe_jax.run.export_tokenizer import save_tokenizer
 from moe_jax.run.identity import Identity, identity_of
 from moe_jax.run.init_from import check_source, source_params
 from moe_jax.run.model_tokenizer import check_tokens
@@ -52,53 +52,56 @@ from moe_jax.telemetry.wandb import check_wandb
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A checked run: its programs, its data, and where it goes on."""
+    """A checked run: its trainer, its data, and the step from which it starts or resumes."""
 
     config: Config
     folder: Path
     trainer: Trainer
     batches: Batches  # int32 [rows of this process, data.seq_len + 1] each
     validation: list[NDArray[np.int32]]
-    first_step: int  # steps done before; 0: a new run
+    first_step: int  # number of steps done before; 0 for a new run
     identity: Identity
-    choices: Choices | None  # that it may change to while it trains
-    changes: tuple[Change, ...] = ()  # of its capacity, ahead
-    cluster: Cluster | None = None  # by which moves of experts are priced; None: they are free, or there are none
-    damaged: Mapping[int, str] = dataclasses.field(default_factory=dict)  # newer checkpoints, with the reason
-    safety: SafetyPlan | None = None  # of copies in memory; None: there are none
-    target: Target | None = None  # GPUs, by whose rates steps are compiled, see step/compile.py
+    choices: Choices | None  # settings that the run may change while it trains
+    changes: tuple[CapacityChange, ...] = ()  # later changes of its capacity factor
+    cluster: Cluster | None = None  # for the costs of migration; None if experts move whatever it costs, or do not move
+    damaged: Mapping[int, str] = dataclasses.field(default_factory=dict)  # steps of damaged checkpoints, with reasons
+    safety: SafetyPlan | None = None  # of safety copies; None if there are none
+    target: Target | None = None  # GPUs for which the compiler schedules steps, see step/compile.py
 
     @functools.cached_property
     def batch_shape(self) -> jax.ShapeDtypeStruct:
-        """Of the global batch, with its sharding."""
+        """The shape of the global batch, with its sharding."""
         return batch_shape(self.config, self.trainer.mesh)
 
     def on_mesh(self, rows: NDArray[np.int32]) -> jax.Array:
-        """The global batch of which this process read `rows`."""
+        """The global batch, as an array on the mesh; `rows` are the part that this process has read."""
         return jax.make_array_from_process_local_data(self.batch_shape.sharding, rows, self.batch_shape.shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """For one run's shapes, compiled in the background."""
+    """The programs of a run, compiled in the background."""
 
     step: BackgroundCompile
-    init: BackgroundCompile  # of nothing, or of the parameters of `train.init_from`
+    init: BackgroundCompile  # makes the first state, from nothing or from the parameters of `train.init_from`
     evaluate: BackgroundCompile
-    digests: BackgroundCompile  # of a state, see checkpoint/checksums.py
-    fingerprint: str  # of the step, as `report --compile` tells it
+    digests: BackgroundCompile  # computes the checksums of a state, see checkpoint/checksums.py
+    fingerprint: str  # of the step's program, as `report --compile` prints it
 
     def compile_others(self) -> None:
-        """Begin with what is due later, in the background: the first step has all cores of the host to itself."""
+        """Start to compile the programs that are needed later.
+
+        They are not compiled from the start, so that the compiler of the first step can use all cores of the host.
+        """
         self.digests.begin()
         self.evaluate.begin()
 
 
 def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step: int | None = None) -> Run:
-    """Check config, devices, data and earlier checkpoints against each other. Raises UserError; writes nothing.
+    """Check config, devices, data and earlier checkpoints against each other, and return the run.
 
-    It goes on from the newest checkpoint that is whole as far as its files tell and not among the `damaged`, or from
-    safety copies of `safe_step`.
+    It resumes from safety copies of step `safe_step` if given, else from the newest checkpoint that is not among the
+    `damaged` ones and whose files look intact. Raises UserError; writes nothing.
     """
     damaged = dict(damaged or {})
     switch_off_pgle()
@@ -119,7 +122,7 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
     if config.log.sample_tokens:
         encode_prompt(config, load_tokenizer(Path(config.data.path)), config.log.sample_prompt)
     seq_len, batch_size = config.data.seq_len, config.train.batch_size
-    rows = _rows_here(NamedSharding(mesh, BATCH_SPEC), batch_size)
+    rows = _local_rows(NamedSharding(mesh, BATCH_SPEC), batch_size)
     trainer = make_trainer(config_at(config, first_step + 1), mesh)
     return Run(
         config=config,
@@ -145,8 +148,8 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
         first_step=first_step,
         identity=identity_of(folder, first_step, tokens),
         choices=choices,
-        changes=changes_of(config, mesh, first_step),
-        cluster=_cluster_of_prices(config),
+        changes=capacity_changes(config, mesh, first_step),
+        cluster=_migration_cluster(config),
         damaged=damaged,
         safety=safety_plan(config, trainer.state_shapes),
         target=target_here(trainer),
@@ -154,7 +157,7 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
 
 
 def compile_programs(run: Run) -> Programs:
-    """Trace what a run's first step needs, and begin to compile it."""
+    """Trace the step, and start to compile the programs that the first step needs."""
     trainer, state = run.trainer, run.trainer.state_shapes
     pool = ThreadPoolExecutor(max_workers=2)
     init = BackgroundCompile(pool, functools.partial(lowered_init, run))
@@ -176,15 +179,15 @@ def compile_programs(run: Run) -> Programs:
 
 
 def lowered_init(run: Run) -> Lowered:
-    """The program that makes a new run's state, of nothing or of parameters."""
+    """The lowered program that makes the first state of a new run, from nothing or from parameters."""
     trainer = run.trainer
     return trainer.init.lower() if run.config.train.init_from is None else trainer.begin.lower(trainer.param_shapes)
 
 
 def first_state(run: Run, programs: Programs) -> State:
-    """Of a new run, made while the step compiles. Raises UserError for parameters that cannot be read."""
+    """The first state of a new run, made while the step compiles. Raises UserError if parameters cannot be read."""
     config, init = run.config, programs.init.result()
-    if jax.default_backend() == "gpu":  # whose compiler times kernels, which takes room
+    if jax.default_backend() == "gpu":  # the GPU compiler times kernels, for which it needs device memory
         programs.step.result()
     if config.train.init_from is None:
         return cast(State, init())
@@ -200,16 +203,16 @@ def first_state(run: Run, programs: Programs) -> State:
     return state
 
 
-def about(run: Run) -> dict[str, Any]:
-    """What each checkpoint's record says of the run."""
+def record_facts(run: Run) -> dict[str, Any]:
+    """The facts about a run in the record of each checkpoint: config, mesh, versions, identity."""
     facts = {"config": dataclasses.asdict(run.config), "mesh": _sizes(run), "versions": versions()}
     return facts | run.identity._asdict()
 
 
 def write_start(run: Run, fingerprint: str) -> None:
-    """Make the run's folder with its config and provenance. Raises ConfigError if it cannot be written.
+    """Create the run's folder with its config, provenance and tokenizer. Raises ConfigError if it cannot be written.
 
-    `fingerprint` is that of the step.
+    `fingerprint` is that of the step's program.
     """
     if not is_main_process():
         return
@@ -218,25 +221,29 @@ def write_start(run: Run, fingerprint: str) -> None:
         run.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(run.folder / "config.yaml", to_yaml(run.config))
         write_atomically(run.folder / PROVENANCE, json.dumps(facts, indent=2) + "\n")
-        keep_tokenizer(run.config, run.folder)
+        save_tokenizer(run.config, run.folder)
     except OSError as error:
         raise ConfigError(f"log.dir={run.folder} cannot be written ({error.strerror}): name another folder") from None
 
 
 def _sizes(run: Run) -> dict[str, int]:
+    """The sizes of the axes of the mesh."""
     return {str(axis): size for axis, size in run.trainer.mesh.shape.items()}
 
 
-def _cluster_of_prices(config: Config) -> Cluster | None:
-    """By which moves of experts are priced, in all processes the same. Raises ConfigError or ClusterError."""
+def _migration_cluster(config: Config) -> Cluster | None:
+    """The cluster by which the costs of migration are computed, the same in all processes; None if not needed.
+
+    Raises ConfigError or ClusterError.
+    """
     settings, name = config.migration, config.plan.cluster
     if not settings.enabled or settings.payback_steps is None:
         return None
     return read_alike(lambda: run_cluster(name), f"plan.cluster={name or 'null'}")
 
 
-def _rows_here(sharding: NamedSharding, batch_size: int) -> list[range]:
-    """The rows of a global batch that this process's devices hold, as few ranges in order."""
+def _local_rows(sharding: NamedSharding, batch_size: int) -> list[range]:
+    """The rows of a global batch on this process's devices, as the fewest possible ranges in order."""
     slices = sharding.addressable_devices_indices_map((batch_size, 1)).values()
     ranges: list[range] = []
     for start, stop in sorted({index[0].indices(batch_size)[:2] for index in slices if index is not None}):

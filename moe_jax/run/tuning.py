@@ -1,4 +1,4 @@
-"""The training step of a run, exchanged for others while it trains, until the fastest is found."""
+"""Tuning during training: a run tries several programs of its step, and then uses the fastest."""
 
 import json
 import statistics
@@ -23,19 +23,19 @@ from moe_jax.step.trainer import make_trainer
 from moe_jax.telemetry.meter import Meter
 from moe_jax.telemetry.run_log import RunLog, human_seconds
 
-_SETTLING = 3  # steps at the start of a round that do not count, as a new program is slow at first
+_WARMUP_STEPS = 3  # at the start of a round; not timed, since a new program is slow at first
 _COMPILING, _COMPILED, _FAILED = range(3)
 
 
 class Tuning:
-    """`step` is the compiled step in use. Without `tune.over` it stays the first one.
+    """Switches between programs of the training step; `step` is the one in use. Without `tune.over` it never changes.
 
-    Steps are counted in rounds, which are as long on all processes. At the end of each, process 0 says what to use.
-    `under_way` is what this property was where the run goes on.
+    Steps are counted in rounds, which have the same length on all processes. At the end of each round, process 0
+    decides which program to use next. `search_state` is the property of this name from the run that is resumed.
     """
 
     def __init__(
-        self, run: Run, first: Compiled, meter: Meter, log: RunLog, under_way: Mapping[str, Any] | None = None
+        self, run: Run, first: Compiled, meter: Meter, log: RunLog, search_state: Mapping[str, Any] | None = None
     ):
         self.step = first
         self._run, self._meter, self._log = run, meter, log
@@ -46,63 +46,63 @@ class Tuning:
             self._programs = {run.choices.first: first}
             self._searching = run.choices.best_s is None
             self._decider = _Decider(run.choices, run.config.tune, run.folder, log)
-            if under_way and self._searching and under_way["choices"] == _plain(run.choices):
-                self._use(run.first_step, self._decider.go_on(under_way["search"]))
+            if search_state and self._searching and search_state["choices"] == _plain(run.choices):
+                self._use(run.first_step, self._decider.resume(search_state["search"]))
 
     @property
-    def under_way(self) -> dict[str, Any] | None:
-        """The search of process 0 as plain values, for a checkpoint; None without one."""
+    def search_state(self) -> dict[str, Any] | None:
+        """The unfinished search of process 0 as plain values, for a checkpoint; None if there is no search."""
         if self._run.choices is None or not self._searching:
             return None
-        return {"choices": _plain(self._run.choices), "search": self._decider.under_way}
+        return {"choices": _plain(self._run.choices), "search": self._decider.search_state}
 
     def step_started(self, step: int) -> None:
-        """Count a step that was started. All processes call it behind every step.
+        """Count a step that was started. All processes call it after every step.
 
-        At the end of a round, the same step on all, `step` may become another program. Steps during a compilation are
-        not timed.
+        At the end of a round, which is the same step on all processes, `step` may become another program. Steps during
+        a compilation are not timed.
         """
         if self._run.choices is None:
             return
         self._steps += 1
         compiling, seconds, tune = self._compiling, self._meter.step_s, self._run.config.tune
-        if compiling is None and self._steps > _SETTLING and seconds is not None:
+        if compiling is None and self._steps > _WARMUP_STEPS and seconds is not None:
             self._seconds.append(seconds)
         length = tune.iterations if self._searching else tune.patience
-        if self._steps < _SETTLING + length:
+        if self._steps < _WARMUP_STEPS + length:
             return
         measured, self._steps, self._seconds = self._seconds, 0, []
-        with self._meter.paused():  # processes must not talk while a step does
+        with self._meter.paused():  # processes must not communicate while a step does
             if compiling is not None:
-                self._look(step, compiling)
-            else:  # on all processes: some may have heard of no step in time
+                self._check_compiled(step, compiling)
+            else:  # on all processes, also on those that have timed no step
                 wanted = self._wanted
                 if measured and is_main_process():
                     wanted = self._decider.measured(step, statistics.median(measured))
                 self._use(step, self._agreed(wanted))
 
     def finish(self) -> None:
-        """Say so if the run ends in the middle of a search."""
+        """Report it if the run ends in the middle of a search."""
         if self._run.choices is not None and self._searching:
-            self._decider.unfinished()
+            self._decider.report_unfinished()
 
     def _agreed(self, wanted: int) -> int:
-        """What process 0 wants."""
+        """The choice that process 0 wants. All processes call it."""
         choice, searching = divmod(allgather(2 * wanted + self._decider.searching)[0], 2)
         self._searching = bool(searching)
         return choice
 
     def _use(self, step: int, choice: int) -> None:
-        """Switch to a choice, or have it compiled first while training goes on."""
+        """Switch to a choice, or start to compile it in the background while training continues."""
         self._wanted = choice
         if choice in self._programs:
             self.step = self._programs[choice]
             return
-        self._log.tell(f"step {step}: compiling {self._choices.told(choice)} while training goes on")
-        # here and not beside training, as it may talk with other processes
+        self._log.info(f"step {step}: compiling {self._choices.describe(choice)} while training goes on")
+        # here and not in the background, as it may communicate with other processes
         try:
             trainer = make_trainer(self._choices.config_of(choice), self._run.trainer.mesh)
-        except UserError as error:  # on all processes alike
+        except UserError as error:  # the same on all processes
             self._compiling = Future()
             self._compiling.set_exception(error)
             return
@@ -112,8 +112,8 @@ class Tuning:
         self._compiling = pool.submit(lambda: compiled(step_program(trainer, batch, target)))
         pool.shutdown(wait=False)
 
-    def _look(self, step: int, program: Future[Compiled]) -> None:
-        """Switch to the compiled step, once all processes have it."""
+    def _check_compiled(self, step: int, program: Future[Compiled]) -> None:
+        """Switch to a program if all processes have compiled it, or to another choice if one of them has failed."""
         states = allgather(_COMPILING if not program.done() else _FAILED if program.exception() else _COMPILED)
         if _COMPILING in states:
             return
@@ -127,7 +127,7 @@ class Tuning:
 
 
 class _Decider:
-    """What process 0 decides, tells and keeps."""
+    """Process 0's part: decides which choice to use next, reports it, and saves the result."""
 
     def __init__(self, choices: Choices, tune: TuneConfig, folder: Path, log: RunLog):
         self._choices, self._samples, self._folder, self._log = choices, tune.samples, folder, log
@@ -140,56 +140,57 @@ class _Decider:
         return self._tuner.searching
 
     @property
-    def under_way(self) -> dict[str, Any] | None:
+    def search_state(self) -> dict[str, Any] | None:
         return self._tuner.search_state
 
-    def go_on(self, under_way: Mapping[str, Any]) -> int:
-        """What to use where a search was interrupted."""
-        self._tuner.resume(under_way)
-        self._log.tell(f"the search goes on behind {self._tuner.sample} of {self._samples} samples")
+    def resume(self, search_state: Mapping[str, Any]) -> int:
+        """Resume an interrupted search; returns the choice to use."""
+        self._tuner.resume(search_state)
+        self._log.info(f"the search goes on behind {self._tuner.sample} of {self._samples} samples")
         return self._tuner.in_use
 
     def measured(self, step: int, seconds: float) -> int:
-        """What to use after a round whose steps took `seconds`."""
+        """The choice to use after a round with a median step time of `seconds`."""
         tuner, choices, used, best_s = self._tuner, self._choices, self._tuner.in_use, self._tuner.best_s
         wanted = tuner.observe(seconds)
         if best_s is not None and not tuner.searching:
             return wanted
         took = human_seconds(seconds)
         if best_s is not None:
-            self._log.tell(f"step {step}: {took} per step, which was {human_seconds(best_s)}: tuning again")
+            self._log.info(f"step {step}: {took} per step, which was {human_seconds(best_s)}: tuning again")
         self._log.write({"step": step} | _named("tried", choices, used) | {"tried_step_s": seconds})
-        self._log.tell(f"step {step}: {choices.told(used)}, {took} per step (sample {tuner.sample} of {self._samples})")
-        self._keep(step)
+        sample = f"sample {tuner.sample} of {self._samples}"
+        self._log.info(f"step {step}: {choices.describe(used)}, {took} per step ({sample})")
+        self._save_result(step)
         return wanted
 
     def failed(self, step: int, reason: str) -> int:
-        """What to use instead of a choice that cannot be compiled."""
-        self._log.warn(f"step {step}: {self._choices.told(self._tuner.in_use)} cannot be compiled, {reason}")
+        """The choice to use instead of one that cannot be compiled."""
+        self._log.warn(f"step {step}: {self._choices.describe(self._tuner.in_use)} cannot be compiled, {reason}")
         wanted = self._tuner.drop()
-        self._keep(step)
+        self._save_result(step)
         return wanted
 
-    def unfinished(self) -> None:
-        """A search is under way as the run ends."""
+    def report_unfinished(self) -> None:
+        """Print that the run ends before the search does."""
         taken = f"{self._tuner.sample} of {self._samples} samples"
-        self._log.tell(
+        self._log.info(
             f"search not finished: {taken}, so nothing is chosen; it needs more steps, and goes on with the run"
         )
 
-    def _keep(self, step: int) -> None:
-        """What a search found, at its end."""
+    def _save_result(self, step: int) -> None:
+        """At the end of a search, record its result and write it to the cache and the run's config."""
         choices, found, best_s = self._choices, self._tuner.in_use, self._tuner.best_s
         if best_s is None:
             return
         self._log.write({"step": step} | _named("chosen", choices, found) | {"chosen_step_s": best_s})
-        self._log.tell(f"step {step}: going on with {choices.told(found)}, {human_seconds(best_s)} per step")
+        self._log.info(f"step {step}: going on with {choices.describe(found)}, {human_seconds(best_s)} per step")
         config = self._folder / "config.yaml"
         self._write(choices.file, lambda: choices.write(found, best_s))
         self._write(config, lambda: write_atomically(config, to_yaml(choices.config_of(found))))
 
     def _write(self, file: Path, write: Callable[[], None]) -> None:
-        """What is found outlives a disk that has become full meanwhile: the run goes on with it."""
+        """Call a function that writes a file. If it fails, the run continues with the result, after a warning."""
         try:
             write()
         except (ConfigError, OSError) as error:
@@ -197,7 +198,7 @@ class _Decider:
 
 
 def _plain(choices: Choices) -> dict[str, Any]:
-    """As JSON has it: what samples of another run's choices must not be mixed with."""
+    """The choices as JSON values: a search is only resumed if they are the same."""
     plain: dict[str, Any] = json.loads(json.dumps({"values": choices.values, "key": choices.key}))
     return plain
 

@@ -1,1 +1,1 @@
-"""What a run measures of itself and writes: metrics, rates, energy, alarms."""
+"""Metrics, rates, energy and alarms that a run measures and writes."""

@@ -1,4 +1,4 @@
-"""What a run writes while it trains: metrics.jsonl, TensorBoard scalars and a progress line. Imports no jax."""
+"""Log of a run: metrics.jsonl, TensorBoard and Weights & Biases scalars, and a progress line. Imports no jax."""
 
 import difflib
 import json
@@ -15,24 +15,24 @@ from typing import Any, Self, final
 from moe_jax.errors import UserError
 from moe_jax.files.atomic import AppendOnlyFile, write_atomically
 from moe_jax.files.untrusted import read_text
-from moe_jax.telemetry.record_schema import FormError, TornError, read_record, shapes_of
+from moe_jax.telemetry.record_schema import RecordError, TruncatedError, load_shapes, read_record
 from moe_jax.telemetry.tensorboard import Scalars
 from moe_jax.telemetry.wandb import WandbRun
 
 FILE_NAME = "metrics.jsonl"
-_MOST_BYTES = 2**32  # of it
+_MAX_BYTES = 2**32  # of a metrics.jsonl that is read
 
 
 class MetricsError(UserError):
-    """A run folder whose records are missing or damaged."""
+    """The records of a run folder are missing or damaged, or cannot be written."""
 
 
 @final
 class RunLog:
-    """The records of one run, as a context manager. Those after `start_step` are forgotten: the run goes on there.
+    """Context manager that writes the records of one run. Entering it deletes those after `start_step`.
 
-    Every record also gets `tokens`: those trained on by then. A quiet log (of the other processes) does nothing.
-    Raises MetricsError if the folder cannot be made or its earlier records are damaged.
+    Every record also gets `tokens`, the number of tokens trained on so far. A quiet log (of processes other than 0)
+    does nothing. Raises MetricsError if the folder cannot be created or its earlier records are damaged.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class RunLog:
             raise MetricsError(
                 f"log.dir={self._folder} cannot be created ({error.strerror}): name a folder that can be written"
             ) from None
-        with ExitStack() as closing:  # what is open when another cannot be opened
+        with ExitStack() as closing:  # closes what is open if another file cannot be opened
             if self._wandb is not None:
                 closing.enter_context(self._wandb)
-            _forget_after(self._folder / FILE_NAME, self._start_step)
+            _delete_after(self._folder / FILE_NAME, self._start_step)
             self._file = closing.enter_context(AppendOnlyFile(self._folder / FILE_NAME))
             if self._tensorboard:
                 scalars = Scalars(self._folder / "tensorboard", self._start_step)
@@ -88,10 +88,10 @@ class RunLog:
             print(flush=True)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append a record; one of training (`step, loss, step_s, …`) or validation (`validation_loss`) is shown.
+        """Append a record; those of training (`step, loss, step_s, …`) and validation (`validation_loss`) are printed.
 
-        Only a training record of untimed steps lacks `step_s`. Values are numbers (NaN and infinities too) or, in the
-        file alone, lists of them and words.
+        Training records of untimed steps have no `step_s`. Values are numbers, including NaN and infinities. Lists of
+        numbers and strings are only written to metrics.jsonl.
         """
         if self._file is None:
             return
@@ -100,7 +100,7 @@ class RunLog:
         scalars = _scalars_of(record)
         if self._scalars is not None and scalars:
             self._scalars.write(step, scalars)
-        self._tell_news(step)
+        self._report_write_errors(step)
         if self._wandb is not None:
             self._wandb.write(step, scalars)
         if "validation_loss" in record:
@@ -112,25 +112,25 @@ class RunLog:
             self._show_progress(record, step)
 
     def alarm(self, step: int, text: str, **numbers: float) -> None:
-        """Record bad news, for the report, and show it."""
+        """Record a problem, for reports, and print it as a warning."""
         self.write({"step": step, "alarm": text, **numbers})
         self.warn(text)
 
-    def tell(self, text: str) -> None:
-        """Show a line that is no record."""
+    def info(self, text: str) -> None:
+        """Print a line without recording it."""
         if self._file is not None:
             self._print(text, in_place=False)
 
     def warn(self, text: str) -> None:
-        """Show a line that is no record, and bad news."""
-        self.tell(f"warning: {text}")
+        """Print a warning without recording it."""
+        self.info(f"warning: {text}")
 
     def _append(self, record: Mapping[str, Any]) -> None:
         if self._file is not None:
             self._file.write(_to_json({**record, "tokens": record["step"] * self._tokens_per_step}))
 
-    def _tell_news(self, step: int) -> None:
-        """Of the files: each trouble once, and recorded."""
+    def _report_write_errors(self, step: int) -> None:
+        """Record and print each new problem with writing the files, once."""
         for text in [text for file in self._files() for text in file.take_messages()]:
             self._append({"step": step, "alarm": text})
             self.warn(text)
@@ -147,16 +147,16 @@ class RunLog:
         self._print(format_line(record, self._total_steps, eta_s, width), in_place=terminal)
 
     def _print(self, text: str, in_place: bool) -> None:
-        """Print a line. One printed in place is overwritten by the next such, but stays before any other."""
+        """Print a line. If printed in place, the next line in place overwrites it; other lines follow it."""
         start = "" if not self._line_is_open else "\r\x1b[2K" if in_place else "\n"
         print(start + text, end="" if in_place else "\n", flush=True)
         self._line_is_open = in_place
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The records of a run, oldest first; a last line cut short by a killed process is left out.
+    """The records of a run, oldest first; a truncated last line, as a killed process leaves it, is ignored.
 
-    Raises MetricsError if there is no such run or a record is damaged.
+    Raises MetricsError if the run does not exist or a record is damaged.
     """
     path = folder / FILE_NAME
     if not folder.exists():
@@ -166,19 +166,19 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         raise MetricsError(f"run {folder} does not exist: {cure}")
     if not path.is_file():
         raise MetricsError(f"{folder} is not a run (no {FILE_NAME} in it): give the folder that a run has as log.dir")
-    lines = read_text(path, _MOST_BYTES, errors="replace").splitlines()
+    lines = read_text(path, _MAX_BYTES, errors="replace").splitlines()
     records: list[dict[str, Any]] = []
-    shapes: dict[str, tuple[int, ...]] = {}  # of lists, which are those of the first record that has them
+    shapes: dict[str, tuple[int, ...]] = {}  # of lists, from the first record that has them
     for number, line in enumerate(lines, start=1):
         try:
             record = read_record(line)
-            found = shapes_of(record)
+            found = load_shapes(record)
             if wrong := [key for key in found if shapes.setdefault(key, found[key]) != found[key]]:
-                raise FormError(
+                raise RecordError(
                     f"its {wrong[0]} has {_sizes(found[wrong[0]])} numbers, and {_sizes(shapes[wrong[0]])} before"
                 )
-        except FormError as error:
-            if number < len(lines) or not isinstance(error, TornError):
+        except RecordError as error:
+            if number < len(lines) or not isinstance(error, TruncatedError):
                 raise MetricsError(
                     f"{path} line {number} is not a record of metrics ({error}): delete the line"
                 ) from None
@@ -192,7 +192,7 @@ def _sizes(shape: tuple[int, ...]) -> str:
 
 
 def format_line(record: Mapping[str, Any], total_steps: int, eta_s: float | None, width: int | None = None) -> str:
-    """The progress line of a training record; what the record lacks is left out, as is what exceeds `width`."""
+    """The progress line of a training record; missing values, and those that exceed `width` columns, are omitted."""
     shown = [
         ("loss", lambda v: f"loss {v:.3f}"),
         ("tokens_per_s", lambda v: f"{human_count(v)} tok/s"),
@@ -233,6 +233,7 @@ def _three_digits(number: float) -> str:
 
 
 def _clock(seconds: float) -> str:
+    """A duration in two units: 5s, 1m05s, 2h03m, 1d04h."""
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     days, h = divmod(hours, 24)
@@ -243,16 +244,16 @@ def _clock(seconds: float) -> str:
     return f"{m}m{s:02d}s" if minutes else f"{s}s"
 
 
-def _forget_after(path: Path, step: int) -> None:
-    """Keep the records up to `step`; none at the start of a new run."""
+def _delete_after(path: Path, step: int) -> None:
+    """Delete the records after `step` from a file; all of them if `step` is 0, the start of a new run."""
     if not path.exists():
         return
-    kept = [record for record in read_metrics(path.parent) if record["step"] <= step] if step else []
-    write_atomically(path, "".join(_to_json(record) + "\n" for record in kept))
+    remaining = [record for record in read_metrics(path.parent) if record["step"] <= step] if step else []
+    write_atomically(path, "".join(_to_json(record) + "\n" for record in remaining))
 
 
 def _scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """Those that loggers take."""
+    """The values of a record that TensorBoard and wandb accept: finite numbers."""
     return {
         key: value
         for key, value in record.items()
@@ -261,10 +262,10 @@ def _scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _to_json(record: Mapping[str, Any]) -> str:
-    # JSON has no NaN: it becomes null, and `not_finite` keeps which one it was.
-    strange = {key: str(v) for key, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
-    values = {key: None if key in strange else _finite_or_null(v) for key, v in record.items()}
-    return json.dumps(values | ({"not_finite": strange} if strange else {}), allow_nan=False)
+    # JSON has no NaN and no infinities: they become null, and `not_finite` has the value as text
+    not_finite = {key: str(v) for key, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
+    values = {key: None if key in not_finite else _finite_or_null(v) for key, v in record.items()}
+    return json.dumps(values | ({"not_finite": not_finite} if not_finite else {}), allow_nan=False)
 
 
 def _finite_or_null(value: Any) -> Any:

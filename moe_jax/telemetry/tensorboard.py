@@ -1,6 +1,6 @@
-"""TensorBoard's scalars of a run, written by the thread that trains. Imports no jax.
+"""Writer of a run's scalars for TensorBoard, in the training thread. Imports no jax.
 
-tensorboardX's own writer has a queue that blocks for ever once its thread has ended, as it does on a full disk.
+The writer of tensorboardX has a queue that blocks forever once its thread has ended, which a full disk causes.
 """
 
 import re
@@ -13,13 +13,13 @@ from typing import Any, final
 
 from moe_jax.files.atomic import AppendOnlyFile
 
-_VERSION = "brain.Event:2"  # of the format
+_VERSION = "brain.Event:2"  # of the event file format
 _NAME = re.compile(r"events\.out\.tfevents\.(\d{10})\.")
 
 
 @final
 class Scalars:
-    """One event file, as a context. Numbers that earlier files have of steps after `start_step` are hidden."""
+    """One event file, as a context manager. It hides the scalars of earlier files for steps after `start_step`."""
 
     def __init__(self, folder: Path, start_step: int) -> None:
         """Raises OSError if the folder cannot be made."""
@@ -38,7 +38,7 @@ class Scalars:
         self.file.__exit__(*error)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> bool:
-        """Add the numbers of a step; returns whether they are in the file. If not, they wait for room there."""
+        """Add the scalars of a step; returns whether they are in the file. If not, they wait for space on the disk."""
         return self._write(
             step=step, summary={"value": [{"tag": tag, "simple_value": value} for tag, value in scalars.items()]}
         )
@@ -54,6 +54,9 @@ class Scalars:
 
 
 def _newest_stamp(folder: Path) -> int:
-    """Now, but after the files that are there: TensorBoard reads them in this order, also if the clock was set back."""
+    """The current Unix time, or more if needed to be above the stamps of all files there.
+
+    TensorBoard reads files in the order of their stamps; this keeps it right if the clock was set back.
+    """
     found = [int(match[1]) for path in folder.iterdir() if (match := _NAME.match(path.name))]
     return max(int(time.time()), *(stamp + 1 for stamp in found)) if found else int(time.time())

@@ -1,4 +1,4 @@
-"""Scalars of a run at Weights & Biases (wandb.ai, or a server of one's own). Imports no jax."""
+"""Logging of a run's scalars to Weights & Biases (wandb.ai or another server). Imports no jax."""
 
 import importlib.util
 from collections.abc import Callable, Mapping
@@ -10,15 +10,15 @@ from moe_jax.errors import ConfigError, UserError
 from moe_jax.files.atomic import write_atomically
 from moe_jax.files.untrusted import read_text
 
-_ID = "wandb_id"  # the file in log.dir that says which run there it is
+_ID = "wandb_id"  # file in log.dir with the ID of the wandb run
 
 
 class WandbError(UserError):
-    """A logger that cannot begin."""
+    """Logging to wandb cannot start."""
 
 
 def check_wandb(project: str | None) -> None:
-    """Raise ConfigError for a project without the package."""
+    """Raise ConfigError if a project is set but the package wandb is not installed."""
     if project is not None and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
             f"log.wandb_project={project} needs the package wandb, which is not installed: "
@@ -28,16 +28,16 @@ def check_wandb(project: str | None) -> None:
 
 @final
 class WandbRun:
-    """One run there, as a context manager: that of the same `log.dir`, if there is one, goes on.
+    """One wandb run, as a context manager. It resumes the wandb run of the same `log.dir`, if there is one.
 
-    Where it goes on from an earlier step, it keeps the numbers it has: those of a step are taken once. WANDB_MODE and
-    the other variables of wandb are honoured.
+    After resuming from an earlier step, wandb keeps the scalars that it has: it accepts those of a step only once.
+    WANDB_MODE and the other environment variables of wandb are honoured.
     """
 
     def __init__(self, project: str, folder: Path, config: Mapping[str, Any], warn: Callable[[str], None]):
         self._project, self._folder, self._config, self._warn = project, folder, config, warn
         self._run: Any = None
-        self._takes_more = True
+        self._is_working = True
 
     def __enter__(self) -> Self:
         import wandb
@@ -57,7 +57,7 @@ class WandbRun:
             )
         except Exception as error:
             raise WandbError(
-                f"log.wandb_project={self._project} cannot begin ({_told(error)}): "
+                f"log.wandb_project={self._project} cannot begin ({_error_text(error)}): "
                 "run wandb login, or set WANDB_MODE=offline, or log.wandb_project=null"
             ) from None
         if known is None:
@@ -71,19 +71,19 @@ class WandbRun:
         try:
             self._run.finish(exit_code=1 if kind else 0)
         except Exception as error:
-            self._warn(f"wandb may lack what came last ({_told(error)})")
+            self._warn(f"wandb may lack what came last ({_error_text(error)})")
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Add numbers of a step. A logger that fails ends no run: it is left out from then on."""
-        if not self._takes_more:
+        """Add the scalars of a step. A failure does not end the run: it is reported once, and wandb gets no more."""
+        if not self._is_working:
             return
         try:
             self._run.log(dict(scalars), step=step)
         except Exception as error:
-            self._takes_more = False
-            self._warn(f"wandb takes nothing any more ({_told(error)})")
+            self._is_working = False
+            self._warn(f"wandb takes nothing any more ({_error_text(error)})")
 
 
-def _told(error: Exception) -> str:
-    """In one line; wandb's errors have no common type."""
+def _error_text(error: Exception) -> str:
+    """An error as one line; wandb's errors have no common base type."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

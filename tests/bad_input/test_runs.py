@@ -21,7 +21,7 @@ from moe_jax.config import Config
 from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import run_command
 from moe_jax.run import loop
-from moe_jax.run.restore import Restored, restore_newest
+from moe_jax.run.restore import Restored, restore_latest
 from moe_jax.run.setup import Run, open_run
 from tests.bad_input.cases import COMMANDS, Command, Damage, Refusal, cases, remove, tree, write
 
@@ -138,7 +138,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_goes_on(
     damage(run)
     kept = tree(run / "checkpoints" / str(step))
     config = load_config("tiny.yaml", ["train.steps=8"])
-    _, restored = restore_newest(config, open_run(config))
+    _, restored = restore_latest(config, open_run(config))
     assert restored is not None
     assert restored.record.step == restored.state["step"] == restored.record.data["next_index"] == goes_on
     pattern = re.escape(reason).replace("HASH", "[0-9a-f]{32}").replace("NUMBER", r"\d+").replace("ID", "[0-9a-f]{16}")
@@ -220,7 +220,7 @@ def test_the_same_text_by_another_name_goes_on(place: str, folder: Path, capfd: 
     shutil.copy(folder / "text.txt", folder / "copy" / "other_name.txt")
     path = str(folder / "text.txt") if place == "absolute" else place
     config = load_config("tiny.yaml", ["train.steps=8", f"data.path={path}"])
-    _, restored = restore_newest(config, open_run(config))
+    _, restored = restore_latest(config, open_run(config))
     assert restored is not None
     assert restored.record.step == 4
     assert capfd.readouterr().out == ""
@@ -231,7 +231,7 @@ def test_a_checkpoint_without_a_checksum_of_its_text_goes_on_with_a_warning(
 ) -> None:
     change_record(run, dataclasses.replace(read_record(run / "checkpoints/4"), text=None, run=None))
     config = load_config("tiny.yaml", ["train.steps=8"])
-    _, restored = restore_newest(config, open_run(config))
+    _, restored = restore_latest(config, open_run(config))
     assert restored is not None
     assert capfd.readouterr().out == (
         "warning: the checkpoint of step 4 in log.dir=run has no checksum of its data, as of an older version: whether "
@@ -356,12 +356,12 @@ def test_a_run_whose_checkpoint_is_not_finite_blames_it(
     remove("checkpoints/4")(run)
 
     def damaged(config: Config, run: Run) -> tuple[Run, Restored | None]:
-        run, found = restore_newest(config, run)
+        run, found = restore_latest(config, run)
         assert found is not None
         not_finite = jax.tree.map(lambda leaf: leaf * jnp.nan, found.state["params"])
         return run, found._replace(state=found.state | {"params": not_finite})
 
-    monkeypatch.setattr(loop, "restore_newest", damaged)
+    monkeypatch.setattr(loop, "restore_latest", damaged)
     assert command("train --config tiny.yaml train.bad_in_a_row=1") == (
         3,
         "error: step 3 has loss=nan, grad_norm=nan, as the parameters of the checkpoint of step 2 in log.dir=run are "

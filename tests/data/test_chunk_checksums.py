@@ -14,7 +14,7 @@ from moe_jax.data.tokens import open_tokens, verify_tokens
 from moe_jax.errors import DataError
 
 SEQ_LEN, BATCH = 100, 16
-AGAIN = "make the folder again with scripts/prepare_text.py"
+REMAKE = "make the folder again with scripts/prepare_text.py"
 DAMAGED = CHUNK_BYTES + 7  # a byte of the second of four chunks
 
 
@@ -64,7 +64,7 @@ def test_a_damaged_byte_stops_the_run_that_reads_it(damaged: Path, sound: Path) 
     first, last = CHUNK_BYTES, 2 * CHUNK_BYTES - 1
     start, end = str(refused.value).split(": their crc32 is ")
     assert start == f"{damaged}/train.bin is damaged in bytes {first} to {last}"
-    assert end.endswith(f": {AGAIN}, or have them passed over with data.damaged_chunks=1")
+    assert end.endswith(f": {REMAKE}, or have them passed over with data.damaged_chunks=1")
 
 
 def test_each_thread_that_reads_one_damaged_chunk_too_many_is_stopped(damaged: Path) -> None:
@@ -73,7 +73,7 @@ def test_each_thread_that_reads_one_damaged_chunk_too_many_is_stopped(damaged: P
     assert chunks is not None
     for _ in range(2):
         with pytest.raises(DataError, match="is damaged in bytes"):
-            chunks.whole(DAMAGED, DAMAGED + SEQ_LEN)
+            chunks.is_intact(DAMAGED, DAMAGED + SEQ_LEN)
 
 
 def test_as_many_chunks_as_allowed_are_passed_over_and_told(
@@ -127,8 +127,8 @@ def test_lost_checksums_are_told(damaged: Path) -> None:
     sums.write_bytes(sums.read_bytes()[4:])
     with pytest.raises(DataError) as refused:
         batches_of(damaged)
-    assert str(refused.value) == f"{sums} is damaged, or of another file: {AGAIN}"
+    assert str(refused.value) == f"{sums} is damaged, or of another file: {REMAKE}"
     sums.unlink()
     with pytest.raises(DataError) as refused:
         batches_of(damaged)
-    assert str(refused.value) == f"{sums} cannot be read (No such file or directory): {AGAIN}"
+    assert str(refused.value) == f"{sums} cannot be read (No such file or directory): {REMAKE}"

@@ -26,7 +26,7 @@ def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_text, "WINDOW", 150)
     monkeypatch.setattr(long_text, "OVERLAP", 120)
-    monkeypatch.setattr(long_text, "_TOGETHER", 3)
+    monkeypatch.setattr(long_text, "_WINDOWS_PER_CALL", 3)
 
 
 def text_of(generator: random.Random, words: int) -> str:
@@ -92,14 +92,14 @@ def test_windows_that_never_agree_are_not_encoded_over_and_over(
     """The first one grows to twice its length each time."""
     tokenizer = BpeTokenizer(save(KINDS["byte_level"](), tmp_path) / "tokenizer.json")
     encoded = []
-    with_starts = tokenizer._with_starts
+    with_starts = tokenizer._encode_with_starts
 
     def counted(texts: list[str]) -> object:
         encoded.extend(map(len, texts))
         return with_starts(texts)
 
-    monkeypatch.setattr(tokenizer, "_with_starts", counted)
-    monkeypatch.setattr(long_text, "_joint", lambda *_: None)
+    monkeypatch.setattr(tokenizer, "_encode_with_starts", counted)
+    monkeypatch.setattr(long_text, "_join_position", lambda *_: None)
     text = text_of(random.Random(0), words=3000)
     assert joined(tokenizer.encode_long([text])) == tokenizer.encode(text)
     assert sum(encoded) < 8 * len(text)

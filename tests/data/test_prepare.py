@@ -82,7 +82,7 @@ def test_the_tokens_are_the_text_whatever_its_form(
 
 
 def test_a_text_longer_than_one_piece_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_files, "_PIECE", 50)
+    monkeypatch.setattr(text_files, "_PIECE_CHARACTERS", 50)
     monkeypatch.setattr(prepare, "_BATCH", 200)
     (tmp_path / "in.txt").write_bytes(TEXT.encode())
     for tokenizer in ("bytes", "bpe"):
@@ -93,8 +93,9 @@ def test_a_text_longer_than_one_piece_is_whole(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_tokens_are_those_of_whole_documents(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However a document is read: no spaces or special tokens at the places where pieces of it meet."""
-    for module, name, value in ((text_files, "_PIECE", 50), (prepare, "_BATCH", 500), (long_text, "WINDOW", 200)):
-        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(text_files, "_PIECE_CHARACTERS", 50)
+    monkeypatch.setattr(prepare, "_BATCH", 500)
+    monkeypatch.setattr(long_text, "WINDOW", 200)
     monkeypatch.setattr(long_text, "OVERLAP", 120)
     made = KINDS[kind]()
     model = save(made, tmp_path / "model")

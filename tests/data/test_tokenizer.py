@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moe_jax.data.prepare import prepare_text
-from moe_jax.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, of_model, same_tokens
+from moe_jax.data.tokenizer import ByteTokenizer, Tokenizer, load_model_tokenizer, load_tokenizer, same_tokens
 from moe_jax.data.tokens import verify_tokens
 from moe_jax.errors import DataError
 from tests.data.tokenizer_kinds import KINDS, save
@@ -191,7 +191,11 @@ def test_tokens_around_a_text_are_those_that_the_model_has(
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "text.txt").write_text(TEXT)
     prepare_text(tmp_path / "text.txt", tmp_path / "tokens", tokenizer=model)
-    for found in (of_model(model)[1], load_tokenizer(tmp_path / "tokens"), of_model(tmp_path / "tokens")[1]):
+    for found in (
+        load_model_tokenizer(model)[1],
+        load_tokenizer(tmp_path / "tokens"),
+        load_model_tokenizer(tmp_path / "tokens")[1],
+    ):
         assert found.begin_of_text == [made.token_to_id(token) for token in begin]
         assert found.end_of_text == made.token_to_id(end)
         assert found.encode(TEXT) == made.encode(TEXT, add_special_tokens=False).ids
@@ -200,7 +204,7 @@ def test_tokens_around_a_text_are_those_that_the_model_has(
 def test_a_tokenizer_without_an_end_of_text_prepares_nothing_and_still_samples(tmp_path: Path) -> None:
     model = save(KINDS["llama"](), tmp_path / "model")
     (model / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
-    assert of_model(model)[1].encode("a rogue")
+    assert load_model_tokenizer(model)[1].encode("a rogue")
     (tmp_path / "text.txt").write_text(TEXT)
     with pytest.raises(DataError) as error:
         prepare_text(tmp_path / "text.txt", tmp_path / "tokens", tokenizer=model)
@@ -232,7 +236,7 @@ def test_a_folder_whose_tokenizer_was_replaced_is_refused(bpe_folder: Path, tmp_
     shutil.copytree(bpe_folder, folder)
     text = (folder / "tokenizer.json").read_text()
     (folder / "tokenizer.json").write_text(text.replace('"a": ', '"a ": ').replace('"b": ', '"a": '))
-    for read in (load_tokenizer, of_model, verify_tokens):
+    for read in (load_tokenizer, load_model_tokenizer, verify_tokens):
         with pytest.raises(
             DataError, match=r"tokenizer.json is not the tokenizer of these tokens: its crc32 is \d+, and"
         ):

@@ -12,7 +12,7 @@ from moe_jax.data.prepare import prepare_text
 from moe_jax.data.tokens import open_tokens, verify_tokens
 from moe_jax.errors import DataError
 
-AGAIN = "make the folder again with scripts/prepare_text.py"
+REMAKE = "make the folder again with scripts/prepare_text.py"
 TEXT = "The quality of mercy is not strained.\n" * 50
 
 
@@ -97,9 +97,9 @@ def test_a_meta_that_is_not_json_is_refused(folder: Path) -> None:
     (folder / "meta.json").write_text('{"format": 1,')
     message = refusal(folder)
     assert message.startswith(f"{folder}/meta.json is not readable JSON (Expecting property name")
-    assert message.endswith(f"): {AGAIN}")
+    assert message.endswith(f"): {REMAKE}")
     (folder / "meta.json").write_text("[1]")
-    assert refusal(folder) == f"{folder}/meta.json holds no JSON object: {AGAIN}"
+    assert refusal(folder) == f"{folder}/meta.json holds no JSON object: {REMAKE}"
 
 
 @pytest.mark.parametrize(
@@ -114,18 +114,18 @@ def test_a_meta_that_is_not_json_is_refused(folder: Path) -> None:
 )
 def test_a_meta_of_another_form_is_refused(folder: Path, change: dict[str, Any], expected: str) -> None:
     change_meta(folder, **change)
-    assert refusal(folder) == f"{folder}/meta.json {expected}: {AGAIN}"
+    assert refusal(folder) == f"{folder}/meta.json {expected}: {REMAKE}"
 
 
 def test_a_missing_token_file_is_refused(folder: Path) -> None:
     (folder / "train.bin").unlink()
-    assert refusal(folder) == f"{folder}/train.bin cannot be read (No such file or directory): {AGAIN}"
+    assert refusal(folder) == f"{folder}/train.bin cannot be read (No such file or directory): {REMAKE}"
 
 
 def test_a_truncated_token_file_is_refused_with_both_sizes(folder: Path) -> None:
     file = folder / "train.bin"
     file.write_bytes(file.read_bytes()[:-10])
-    assert refusal(folder) == (f"{file} holds 1700 bytes, and meta.json says 1710 tokens × 1 bytes = 1710: {AGAIN}")
+    assert refusal(folder) == (f"{file} holds 1700 bytes, and meta.json says 1710 tokens × 1 bytes = 1710: {REMAKE}")
 
 
 def test_a_vocabulary_larger_than_the_models_is_refused(text: Path, folder: Path) -> None:
@@ -159,4 +159,4 @@ def test_a_flipped_bit_is_found_by_verification_and_not_by_opening(folder: Path)
         verify_tokens(folder)
     message = str(error.value)
     assert message.startswith(f"{file} is damaged: its crc32 is ")
-    assert message.endswith(f", and meta.json says {crc32}: {AGAIN}")
+    assert message.endswith(f", and meta.json says {crc32}: {REMAKE}")

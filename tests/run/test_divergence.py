@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from moe_jax.data.loader import sample_numbers
+from moe_jax.data.loader import sample_indices
 from moe_jax.data.tokens import open_tokens
 from moe_jax.errors import EXIT_DIVERGED, DivergedError
 from moe_jax.run import describe, loop
@@ -99,7 +99,7 @@ def test_what_comes_again_stops_the_run_and_is_found(starts, tmp_path):
     tokens = open_tokens(config.data, config.model.vocab_size).train
     assert found == {
         **{"step": 5, "loss": "nan", "grad_norm": "nan", "batch": 4},
-        "samples": sample_numbers(tokens, 16, 8, seed=0, batch=4),
+        "samples": sample_indices(tokens, 16, 8, seed=0, batch=4),
         **{"first_output": "block 1", "devices": [5], "first_gradient": "block 1", "parameters": {}},
     }
 

@@ -13,9 +13,9 @@ from moe_jax.config import Config, DataConfig, TrainConfig
 from moe_jax.convert.hf_config import ConvertError
 from moe_jax.convert.source import ORIGIN
 from moe_jax.data.prepare import prepare_text
-from moe_jax.data.tokenizer import of_model
+from moe_jax.data.tokenizer import load_model_tokenizer
 from moe_jax.data.tokens import read_meta
-from moe_jax.run.export_tokenizer import keep_tokenizer, special_tokens_of
+from moe_jax.run.export_tokenizer import save_tokenizer, special_tokens_of
 from tests.convert.golden import changed
 from tests.data.tokenizer_kinds import KINDS, save
 
@@ -57,7 +57,7 @@ def test_what_came_with_a_model_leaves_with_it(tmp_path, monkeypatch):
     shutil.copytree(run / "checkpoints", tuned / "checkpoints")
     text = (run / "config.yaml").read_text()
     (tuned / "config.yaml").write_text(text)
-    keep_tokenizer(Config(train=TrainConfig(init_from=str(run))), tuned)
+    save_tokenizer(Config(train=TrainConfig(init_from=str(run))), tuned)
     call(monkeypatch, "export", tuned, "--out", tmp_path / "out")
     assert {name: (tmp_path / "out" / name).read_text() for name in WITH_IT} == WITH_IT
     settings = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -94,13 +94,13 @@ def test_a_run_from_scratch_has_the_tokenizer_of_its_data(prepared, tmp_path):
     run, end = tmp_path / "run", json.loads((prepared / "meta.json").read_text())["end_of_text"]
     run.mkdir()
     config = Config(data=DataConfig(path=str(prepared)))
-    keep_tokenizer(config, run)
+    save_tokenizer(config, run)
     assert (run / "tokenizer.json").read_bytes() == (prepared / "tokenizer.json").read_bytes()
     settings = json.loads((run / "tokenizer_config.json").read_text())
     assert settings == {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
     expected = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
     assert special_tokens_of(config, run) == expected
-    assert of_model(run)[1].end_of_text == end
+    assert load_model_tokenizer(run)[1].end_of_text == end
     shutil.rmtree(prepared)
     assert special_tokens_of(config, run) == expected
 
@@ -118,10 +118,10 @@ def test_a_run_begins_texts_as_its_data_does(kind, adds, begin, tmp_path):
     prepare_text(tmp_path / "text.txt", tmp_path / "tokens", tokenizer=model)
     run.mkdir()
     config = Config(data=DataConfig(path=str(tmp_path / "tokens")))
-    keep_tokenizer(config, run)
-    meta, number = read_meta(tmp_path / "tokens"), of_model(model)[1].number_of
+    save_tokenizer(config, run)
+    meta, number = read_meta(tmp_path / "tokens"), load_model_tokenizer(model)[1].number_of
     shutil.rmtree(tmp_path / "tokens")
-    own = of_model(run)[1]
+    own = load_model_tokenizer(run)[1]
     assert own.begin_of_text == list(meta.begin_of_text) == [number(name) for name in begin]
     assert own.end_of_text == meta.end_of_text == number("</s>")
     assert special_tokens_of(config, run)["eos_token_id"] == meta.end_of_text
@@ -132,7 +132,7 @@ def test_bytes_have_an_end_of_text_only_if_they_were_prepared(tmp_path):
     prepare_text(tmp_path / "text.txt", tmp_path / "tokens")
     for path, end in ((tmp_path / "tokens", 255), (tmp_path / "text.txt", None)):
         config = Config(data=DataConfig(path=str(path)))
-        keep_tokenizer(config, tmp_path)
+        save_tokenizer(config, tmp_path)
         assert special_tokens_of(config, tmp_path)["eos_token_id"] == end
     assert not (tmp_path / "tokenizer.json").exists()
 
@@ -143,11 +143,11 @@ def test_a_model_that_came_without_a_tokenizer_gets_that_of_the_data(prepared, t
     (model / "tokenizer_config.json").write_text('{"chat_template": "mine"}')
     run.mkdir()
     config = Config(data=DataConfig(path=str(prepared)), train=TrainConfig(init_from=str(model)))
-    keep_tokenizer(config, run)
+    save_tokenizer(config, run)
     assert (run / "tokenizer.json").read_bytes() == (prepared / "tokenizer.json").read_bytes()
     assert (run / "tokenizer_config.json").read_text() == '{"chat_template": "mine"}'
     shutil.rmtree(model)
-    keep_tokenizer(config, run)  # as a run that resumes does
+    save_tokenizer(config, run)  # as a run that resumes does
     assert (run / "tokenizer_config.json").read_text() == '{"chat_template": "mine"}'
     assert special_tokens_of(config, run) == NUMBERS
     own = dataclasses.replace(config, data=DataConfig(path=str(tmp_path / "text.txt")))

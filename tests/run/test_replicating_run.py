@@ -17,7 +17,7 @@ from moe_jax.models.parameters import param_shapes
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.rebalance.planner import num_copied
 from moe_jax.run.loop import train
-from moe_jax.run.restore import restore_newest
+from moe_jax.run.restore import restore_latest
 from moe_jax.run.sample import one_device_mesh
 from moe_jax.run.setup import open_run
 from moe_jax.step.expert_placement import first_placement, params_in_order
@@ -91,7 +91,7 @@ def test_experts_are_in_their_order_where_slots_are_others(settings, runs, tmp_p
     _, (copied, state) = runs
     shutil.copytree(copied, tmp_path / "run")
     config = config_in(tmp_path / "run", *settings, "mesh.data=4", "mesh.expert=2")
-    run, restored = restore_newest(config, open_run(config))
+    run, restored = restore_latest(config, open_run(config))
     assert restored is not None
     found = restored.state
     assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, run.trainer.state_shapes)
@@ -116,7 +116,7 @@ def test_slots_that_ranks_cannot_share_are_refused(runs, tmp_path):
     shutil.copytree(copied, tmp_path / "run")
     config = config_in(tmp_path / "run", *REPLICAS, "mesh.data=1", "mesh.expert=8", "train.steps=8")
     with pytest.raises(CheckpointError) as error:
-        restore_newest(config, open_run(config))
+        restore_latest(config, open_run(config))
     assert str(error.value) == (
         "mesh: 8 expert ranks cannot share the 20 slots that experts and their copies have in "
         f"log.dir={config.log.dir}: use a mesh whose expert ranks divide 20, or another log.dir"

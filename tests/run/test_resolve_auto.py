@@ -9,7 +9,7 @@ from moe_jax.config.draft import Draft
 from moe_jax.config.yaml_io import load_config, load_draft, to_yaml
 from moe_jax.errors import UserError
 from moe_jax.run import resolve_auto as choose
-from moe_jax.run.resolve_auto import Chosen
+from moe_jax.run.resolve_auto import ResolvedConfig
 from moe_jax.run.setup import open_run
 
 SETTINGS = [
@@ -62,7 +62,7 @@ def test_a_plan_fits_the_devices_and_is_told(tmp_path: Path) -> None:
 
 def test_a_config_without_auto_is_as_it_says(tmp_path: Path) -> None:
     draft = load_draft(None, [f"log.dir={tmp_path}"])
-    assert choose.resolve_auto(draft) == Chosen(load_config(None, [f"log.dir={tmp_path}"]), {})
+    assert choose.resolve_auto(draft) == ResolvedConfig(load_config(None, [f"log.dir={tmp_path}"]), {})
 
 
 def test_a_resumed_run_keeps_what_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from moe_jax.config import Config
 from moe_jax.config.yaml_io import load_config
 from moe_jax.run import loop
 from moe_jax.run.loop import train
-from moe_jax.run.restore import Restored, restore_newest
+from moe_jax.run.restore import Restored, restore_latest
 from moe_jax.run.setup import Programs, Run
 from tests.run.whole_runs import compiled_once
 
@@ -69,11 +69,11 @@ def restored(monkeypatch) -> list[int]:
     steps: list[int] = []
 
     def spy(config: Config, run: Run) -> tuple[Run, Restored | None]:
-        run, found = restore_newest(config, run)
+        run, found = restore_latest(config, run)
         steps.extend([int(found.state["step"])] if found else [])
         return run, found
 
-    monkeypatch.setattr(loop, "restore_newest", spy)
+    monkeypatch.setattr(loop, "restore_latest", spy)
     return steps
 
 

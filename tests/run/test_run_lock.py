@@ -30,7 +30,7 @@ with FolderLock(Path(sys.argv[1])):
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_lock, "_ENDING_S", 0.3)
-    monkeypatch.setattr(folder_lock, "_LOOK_S", 0.01)
+    monkeypatch.setattr(folder_lock, "_POLL_S", 0.01)
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from moe_jax.config import Config, DataConfig, ExchangeConfig, MeshConfig, TrainConfig
-from moe_jax.data.tokenizer import ByteTokenizer, of_model
+from moe_jax.data.tokenizer import ByteTokenizer, load_model_tokenizer
 from moe_jax.run import sample
-from moe_jax.run.sample import _shown, encode_prompt, sample_text, sample_tokens
+from moe_jax.run.sample import _printable, encode_prompt, sample_text, sample_tokens
 from tests.data.tokenizer_kinds import KINDS, save
 from tests.models.test_decode import MODEL, logits_of
 from tests.small import first_params
@@ -67,7 +67,7 @@ def test_a_model_of_other_devices_is_sampled_here():
 
 def test_control_characters_are_not_shown() -> None:
     """A terminal would obey them."""
-    assert _shown("a\x1b[2Jb\r\n\tc\x00\x85é") == "a\ufffd[2Jb\n\tc\ufffd\ufffdé"
+    assert _printable("a\x1b[2Jb\r\n\tc\x00\x85é") == "a\ufffd[2Jb\n\tc\ufffd\ufffdé"
 
 
 KNOWS_ALL = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, vocab_size=1000))
@@ -76,7 +76,7 @@ KNOWS_ALL = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, vocab_s
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_prompt_and_continuation_are_one_text(kind, tmp_path, monkeypatch):
     """The space between two words is there, and none within a word, whatever the tokenizer does to a first space."""
-    tokenizer = of_model(save(KINDS[kind](), tmp_path))[1]
+    tokenizer = load_model_tokenizer(save(KINDS[kind](), tmp_path))[1]
     known = tokenizer.encode("the quick")
     whole = tokenizer.encode("the quick brown fox")
     assert whole[: len(known)] == known
@@ -90,7 +90,7 @@ def test_prompt_and_continuation_are_one_text(kind, tmp_path, monkeypatch):
 
 def test_a_prompt_begins_as_a_document_does(tmp_path):
     made = KINDS["llama"]()
-    tokenizer = of_model(save(made, tmp_path))[1]
+    tokenizer = load_model_tokenizer(save(made, tmp_path))[1]
     tokens = encode_prompt(KNOWS_ALL, tokenizer, "the quick").tolist()
     assert tokens == made.encode("the quick").ids
     assert tokens[0] == made.token_to_id("<s>")
@@ -100,7 +100,7 @@ def test_a_long_prompt_is_whole(tmp_path):
     made = KINDS["byte_level"]()
     made.enable_truncation(max_length=4)
     made.enable_padding(length=90)
-    tokenizer = of_model(save(made, tmp_path))[1]
+    tokenizer = load_model_tokenizer(save(made, tmp_path))[1]
     for prompt in ("a rogue", "a rogue and peasant slave " * 9):
         assert tokenizer.decode(encode_prompt(KNOWS_ALL, tokenizer, prompt).tolist()) == prompt
 

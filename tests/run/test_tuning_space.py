@@ -68,7 +68,7 @@ def test_algorithms_are_those_that_differ_here(tmp_path: Path) -> None:
     assert names == {"flat", "ring", "background"}
     by_node = found(config_of(tmp_path, "algorithm", exchange={"ranks_per_node": 2}))
     assert {name for (name,) in by_node.values} == names | {"hier_1d", "hier_2d", "halo"}
-    assert by_node.told(by_node.first) == "exchange.algorithm=flat"
+    assert by_node.describe(by_node.first) == "exchange.algorithm=flat"
 
 
 def test_settings_are_combined(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from moe_jax.errors import DivergedError
 from moe_jax.plan.resources import train_flops_per_token
 from moe_jax.telemetry.meter import Meter
 from moe_jax.telemetry.step_completion import Clock as TrainClock
-from moe_jax.telemetry.step_completion import Finish, Finishes, Spent
+from moe_jax.telemetry.step_completion import CompletionListener, StepCompletion, Usage
 
 BATCH, LENGTH = 4, 32
 MATRIX_RATE = 1e11  # FLOP/s
@@ -48,12 +48,12 @@ class Records(list):
 
 
 class WhenAskedFor:
-    """In the place of Finishes: a step ends when it is waited for, in the thread that trains."""
+    """In the place of CompletionListener: a step ends when it is waited for, in the thread that trains."""
 
     def __init__(self, now: TrainClock) -> None:
         self.now = now
 
-    def of(self, arrays: dict) -> SimpleNamespace:
+    def watch(self, arrays: dict) -> SimpleNamespace:
         return SimpleNamespace(arrays=arrays, wait=lambda: (self.now(), False))
 
 
@@ -61,7 +61,7 @@ class GoodSteps(Meter):
     """Takes steps for good that do not say that they are bad."""
 
     def __init__(self, *arguments: object) -> None:
-        super().__init__(*arguments, finishes=WhenAskedFor)
+        super().__init__(*arguments, listener=WhenAskedFor)
 
     def add(self, step: int, metrics: dict, timed: bool = True) -> None:
         super().add(step, {"bad_step": jnp.int32(0)} | metrics, timed)
@@ -241,15 +241,15 @@ def test_a_bad_step_is_no_time_for_a_checkpoint_but_at_the_end(clock):
 def test_a_validation_that_is_not_finite_ends_the_run(clock):
     reader, records = metered(every=5)
     with pytest.raises(DivergedError, match=r"^step 8 has validation_loss=nan: .*learning_rate below 0.001"):
-        reader.validated(8, float("nan"))
+        reader.record_validation(8, float("nan"))
     reader.add(9, {"loss": jnp.float32("nan"), "grad_norm": jnp.float32(1), "bad_step": jnp.int32(1)})
     reader.finish()
-    reader.validated(9, float("nan"))  # bad steps have a way out of their own
+    reader.record_validation(9, float("nan"))  # bad steps have a way out of their own
     assert [record["step"] for record in records] == [8, 9]
 
 
 class Planned:
-    """In the place of Finishes: steps end at given seconds, and may be heard of late."""
+    """In the place of CompletionListener: steps end at given seconds, and may be heard of late."""
 
     def __init__(self, ends: list[tuple[float, bool]]) -> None:
         self.ends = iter(ends)
@@ -257,9 +257,9 @@ class Planned:
     def __call__(self, now: TrainClock) -> "Planned":
         return self
 
-    def of(self, arrays: dict) -> SimpleNamespace:
+    def watch(self, arrays: dict) -> SimpleNamespace:
         end_s, is_late = next(self.ends)
-        return SimpleNamespace(arrays=arrays, wait=lambda: (Spent(end_s, 0.0), is_late))
+        return SimpleNamespace(arrays=arrays, wait=lambda: (Usage(end_s, 0.0), is_late))
 
 
 def rates(every: int, ends: list[tuple[float, bool]], rate: float = MATRIX_RATE) -> Records:
@@ -269,7 +269,7 @@ def rates(every: int, ends: list[tuple[float, bool]], rate: float = MATRIX_RATE)
         log=LogConfig(every=every, tensorboard=False),
     )
     records = Records()
-    meter = Meter(config, records, rate, finishes=Planned(ends))
+    meter = Meter(config, records, rate, listener=Planned(ends))
     for step in range(1, len(ends) + 1):
         meter.add(step, {"bad_step": jnp.int32(0)})
     meter.finish(stopping=True)
@@ -319,33 +319,33 @@ class Running:
         assert self.done.wait(60)
 
 
-def heard(finish: Finish) -> None:
-    assert finish._heard.wait(60)
+def observed(completion: StepCompletion) -> None:
+    assert completion._observed.wait(60)
 
 
 def test_a_step_ends_when_the_devices_are_done_whenever_the_host_asks(clock):
-    finishes = Finishes(TrainClock(None, print))
+    listener = CompletionListener(TrainClock(None, print))
     steps = [Running() for _ in range(4)]
-    first, second = finishes.of(steps[0]), finishes.of(steps[1])
+    first, second = listener.watch(steps[0]), listener.watch(steps[1])
     clock.now_s = 101
     steps[0].done.set()
-    heard(first)
+    observed(first)
     clock.now_s = 102
     steps[1].done.set()
-    heard(second)
+    observed(second)
     clock.now_s = 110
-    assert [finish.wait() for finish in (first, second)] == [(Spent(101, 0), False), (Spent(102, 0), False)]
-    third, fourth = finishes.of(steps[2]), finishes.of(steps[3])
+    assert [each.wait() for each in (first, second)] == [(Usage(101, 0), False), (Usage(102, 0), False)]
+    third, fourth = listener.watch(steps[2]), listener.watch(steps[3])
     clock.now_s = 120
     steps[3].done.set()  # as if the host had slept until both were done
     steps[2].done.set()
-    assert [finish.wait() for finish in (third, fourth)] == [(Spent(120, 0), False), (Spent(120, 0), True)]
+    assert [each.wait() for each in (third, fourth)] == [(Usage(120, 0), False), (Usage(120, 0), True)]
 
 
 def test_a_step_that_ran_before_its_call_returned_is_not_late(clock):
     """As small ones do on a CPU."""
-    finishes = Finishes(TrainClock(None, print))
+    listener = CompletionListener(TrainClock(None, print))
     for end_s in (101, 102, 103):
         clock.now_s = end_s
-        finish = finishes.of({"loss": jnp.float32(1)})
-        assert finish.wait() == (Spent(end_s, 0), False)
+        completion = listener.watch({"loss": jnp.float32(1)})
+        assert completion.wait() == (Usage(end_s, 0), False)

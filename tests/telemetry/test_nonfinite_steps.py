@@ -66,7 +66,7 @@ def looked(train_settings: TrainConfig, losses: list[float], bad: tuple[int, ...
     said = Said()
     steps = BadSteps(Config(train=train_settings), said)
     for step, loss in enumerate(losses, start=1):
-        steps.look(step, {"loss": loss, "grad_norm": 1.0, "bad_step": int(step in bad)})
+        steps.update(step, {"loss": loss, "grad_norm": 1.0, "bad_step": int(step in bad)})
     return steps, said
 
 
@@ -74,7 +74,7 @@ def test_spikes_are_told_by_the_median_of_the_losses_before():
     losses = [float("inf"), *[2.0] * 7, 5.0, 2.0, 5.0, 3.9, 2.0]
     steps, said = looked(TrainConfig(spike_factor=2), losses)
     assert said == ["step 11: loss 5 is 2.50 × the median of the last 9 (train.spike_factor=2)"]
-    assert steps.numbers() == {"bad_steps": 0, "loss_spikes": 1}
+    assert steps.counts() == {"bad_steps": 0, "loss_spikes": 1}
 
 
 def test_a_run_of_bad_steps_is_told_once_and_a_good_one_ends_it():
@@ -82,6 +82,6 @@ def test_a_run_of_bad_steps_is_told_once_and_a_good_one_ends_it():
     steps, said = looked(TrainConfig(), [1.0, nan, nan, 1.0, nan], bad=(2, 3, 5))
     left = "parameters, optimizer and balance are left as they were (1 of 3 in a row)"
     assert said == [f"step {step} has loss=nan: {left}" for step in (2, 5)]
-    assert (steps.numbers(), steps.in_a_row, steps.too_many) == ({"bad_steps": 3}, 1, False)
+    assert (steps.counts(), steps.in_a_row, steps.too_many) == ({"bad_steps": 3}, 1, False)
     assert looked(TrainConfig(bad_in_a_row=2), [nan, nan], bad=(1, 2))[0].too_many
     assert not looked(TrainConfig(bad_in_a_row=None), [nan] * 9, bad=tuple(range(1, 10)))[0].too_many

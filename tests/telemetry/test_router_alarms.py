@@ -20,7 +20,7 @@ class Told(Records):
         super().__init__()
         self.told: list[str] = []
 
-    def tell(self, text: str) -> None:
+    def info(self, text: str) -> None:
         self.told.append(text)
 
 
@@ -33,7 +33,7 @@ def run(loads: list[list[list[float]]], every: int = 1, **settings) -> Told:
         load_ME = np.array(load, np.float32)
         alarms.count(jnp.asarray(load_ME))
         if step % every == 0:
-            alarms.look(step, load_statistics(load_ME))
+            alarms.check(step, load_statistics(load_ME))
     return log
 
 
