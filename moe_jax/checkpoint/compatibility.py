@@ -7,6 +7,7 @@ from typing import Any
 from moe_jax.config import Config
 from moe_jax.config.gates import gate_parameters
 from moe_jax.config.layer_layout import Stages
+from moe_jax.config.renamed import with_new_names
 from moe_jax.config.yaml_io import config_from, load_config
 from moe_jax.errors import CheckpointError, ConfigError
 
@@ -47,7 +48,7 @@ def check_same_model(config: Config, saved: Mapping[str, Any], run: Path, step: 
     `saved` is the config in the checkpoint's record.
     """
     try:
-        made_with = config_from(saved)
+        made_with = config_from(with_new_names(saved))
     except ConfigError as error:
         raise CheckpointError(
             f"the checkpoint of step {step} in log.dir={run} was made with settings of another version ({error}): "

@@ -1,5 +1,6 @@
 """Names of settings in earlier versions. Configs of old runs are converted; other uses are errors with the new name."""
 
+from collections.abc import Mapping
 from typing import Any
 
 RENAMED = {
@@ -34,7 +35,7 @@ RENAMED_VALUES = {
 }
 
 
-def with_new_names(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def with_new_names(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested settings, which a run of an earlier version may have written, with the current names."""
     changed: dict[str, Any] = {}
     for key, value in values.items():

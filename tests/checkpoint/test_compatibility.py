@@ -1,0 +1,34 @@
+"""Which checkpoints a run resumes from."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from moe_jax.checkpoint.compatibility import check_same_model
+from moe_jax.config import Config
+from moe_jax.config.renamed import RENAMED, RENAMED_VALUES
+from moe_jax.errors import CheckpointError
+
+
+def test_a_checkpoint_with_old_names_of_settings_is_of_the_same_model() -> None:
+    config = Config()
+    saved = json.loads(json.dumps(dataclasses.asdict(config)))  # as a record stores it
+    for old, new in RENAMED.items():
+        *sections, key = old.split(".")
+        section = saved
+        for name in sections:
+            section = section[name]
+        section[key] = section.pop(new)
+    assert "d_model" in saved["model"]
+    check_same_model(config, saved, Path("run"), step=3)
+    with pytest.raises(CheckpointError, match=r"settings of another version \(unknown setting model\.width"):
+        check_same_model(config, saved | {"model": saved["model"] | {"width": 3}}, Path("run"), step=3)
+
+
+def test_old_values_are_of_settings_that_exist() -> None:
+    settings = dataclasses.asdict(Config())
+    for name, _ in RENAMED_VALUES:
+        section, key = name.split(".")
+        assert key in settings[section]
