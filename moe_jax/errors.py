@@ -91,7 +91,7 @@ def run_command(main: Callable[[], None]) -> None:
         sys.exit(EXIT_UNREAD)
     except OSError as error:
         if error.errno in _FULL:
-            _exit_with(f"{error.filename or 'a file'}: {error.strerror}: make room on that disk")
+            _exit_with(f"{error.filename or 'a file'}: {error.strerror}: free some space on that disk")
         if error.errno not in _BAD_NAME or error.filename is None:
             raise
         _exit_with(f"{os.fspath(error.filename)}: {error.strerror}: name another file or folder")

@@ -203,7 +203,7 @@ def _broken_guarantees(judged: dict[str, Any], checkpoint_every: int) -> list[st
         if code and not fault["while_starting"]:  # a run that ends before it can save exits with the signal's code
             broken.append(f"fault {number}, {kind}: exit code {code}")
         if not fault.get("replaced", True):
-            broken.append(f"fault {number}, {kind}: the run goes on")
+            broken.append(f"fault {number}, {kind}: the run continues")
         if fault.get("restarted"):
             broken.append(f"fault {number}, {kind}: the run started again")
         if fault.get("second_exit_code", EXIT_BAD_INPUT) != EXIT_BAD_INPUT:

@@ -24,7 +24,7 @@ from moe_jax.errors import UserError
 from moe_jax.step import fault_injection as faults
 
 _STEP = re.compile(r"step +(\d+)/")
-_GOING_ON = re.compile(r"(?:going on from|beginning at) step (\d+)(?:[:,] (.*))?")
+_GOING_ON = re.compile(r"(?:resuming from|beginning at) step (\d+)(?:[:,] (.*))?")
 _AGAIN = re.compile(r"launch: (.*): all start again|warning: (.*: going back to the checkpoint of step \d+)")
 _DAMAGED = re.compile(r"warning: checkpoint \S+ is damaged \((.*)\): moved to ")
 _NOT_SAVED = re.compile(r"warning: the checkpoint of step (\d+) was not saved")

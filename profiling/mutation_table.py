@@ -671,7 +671,7 @@ MUTATIONS = (
         "checkpoint/compatibility.py",
         '"data.seq_len", "train.seed", "train.batch_size")',
         '"data.seq_len", "train.batch_size")',
-        "a run goes on with samples in another order, some of them twice",
+        "a run continues with samples in another order, some of them twice",
         ["tests/bad_input/test_runs.py", "-k", "resumed_as_another or another_seed"],
     ),
     Mutation(
@@ -735,7 +735,7 @@ MUTATIONS = (
         "checkpoint/files.py",
         'if re.fullmatch(r"0|[1-9][0-9]*", name)), reverse=True)',
         'if re.fullmatch(r"0|[1-9][0-9]*", name)))',
-        "a run goes on from its oldest checkpoint",
+        "a run resumes from its oldest checkpoint",
         ["tests/checkpoint/test_save.py"],
     ),
     Mutation(
@@ -1120,7 +1120,7 @@ MUTATIONS = (
         "launch/places.py",
         "self._left_out.add(used[-1] if no_mesh else self._blamed.pop())",
         "self._left_out.add(used[-1])",
-        "a run goes on with the process that fails, and without a good one",
+        "a run continues with the process that fails, and without a good one",
         ["tests/launch/test_places.py"],
     ),
     Mutation(

@@ -99,7 +99,7 @@ def _lose(run: DisturbedRun, memory: Path, arguments: Namespace) -> list[dict[st
         resumed, source = run.stretches[-1].resumed, run.stretches[-1].source
         lost.append({"ranks": ranks, "reached": reached, "resumed": resumed, "steps_lost": reached - resumed})
         lost[-1] |= {"told": source, "going_on_s": rounded(time.monotonic() - at)}
-        print(f"{len(lost)}: lost {ranks} at step {reached}, going on from step {resumed}: {source}", flush=True)
+        print(f"{len(lost)}: lost {ranks} at step {reached}, resuming from step {resumed}: {source}", flush=True)
     return lost
 
 

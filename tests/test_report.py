@@ -128,7 +128,7 @@ def test_key_numbers_are_those_of_the_records(tmp_path: Path) -> None:
 def test_alarms_and_failed_saves_are_on_the_page_and_in_the_text(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     assert alarm_text(run) == ""
-    lost = "the checkpoint of step 62 was not saved (no room on the disk), none is there yet: make room"
+    lost = "the checkpoint of step 62 was not saved (no room on the disk), none is there yet: free some space"
     with RunLog(run, 60, 100, tokens_per_step=8192, tensorboard=False, quiet=False) as log:
         log.write({"step": 61, "alarm": "block 1: <unused>"})
         log.alarm(62, lost, failed_saves=1)

@@ -94,7 +94,7 @@ class Checkpoints:
         needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         free = shutil.disk_usage(checkpoints_dir(self._run)).free
         if any(allgather(free < needed + RESERVED_BYTES)):  # otherwise the save would fail halfway
-            self._report_failure(step, f"it takes {size(needed)}, and there are {size(free)} left", "make room")
+            self._report_failure(step, f"it takes {size(needed)}, and there are {size(free)} left", "free some space")
             return
         self._pending_step, leaves = step, array_records(state, agreed_digests(self._digests(state), step, state))
         record = Record(step=step, leaves=leaves, **host, **self._about)
@@ -128,7 +128,7 @@ class Checkpoints:
         self._close()
         self._manager = self._new_manager()  # it removes the files of the failed save
         if is_full_disk(problem):
-            self._report_failure(step, "no room on the disk", "make room")
+            self._report_failure(step, "no room on the disk", "free some space")
         elif isinstance(problem, DamagedError):
             self._report_failure(step, f"it cannot be read back: {problem}", "see to its disk")
         else:
@@ -186,7 +186,7 @@ class Checkpoints:
         existing = "none is there yet" if newest is None else f"the newest is of step {newest}"
         text = f"the checkpoint of step {step} was not saved ({reason}), {existing}: {cure}"
         self._log.alarm(step, text, failed_saves=self._num_failed)
-        outcome = "starts again" if newest is None else f"goes on from step {newest}"
+        outcome = "starts again" if newest is None else f"resumes from step {newest}"
         self._final_error = (
             f"log.dir={self._run}: its last checkpoint, of step {step}, was not saved ({reason}): "
             f"{cure}, or use another log.dir; the same command then {outcome}"

@@ -110,7 +110,7 @@ def _check_disk_space(run: Path, num_bytes: int) -> None:
     needed = num_bytes + RESERVED_BYTES
     if any(processes.allgather(free < needed)):
         raise ConfigError(
-            f"--out={run} needs {size(needed)}, and there are {size(free)} left on that disk: make room, or name "
+            f"--out={run} needs {size(needed)}, and there are {size(free)} left on that disk: free some space, or name "
             "another folder"
         )
 

@@ -87,7 +87,7 @@ def write_model(
                 made.rename(folder)
     except (OSError, SafetensorError) as error:
         if is_full_disk(error):
-            raise ConvertError(f"{folder}: no room on that disk: make room, or name another folder") from None
+            raise ConvertError(f"{folder}: no room on that disk: free some space, or name another folder") from None
         file, reason = (error.filename, error.strerror) if isinstance(error, OSError) else (None, None)
         raise ConvertError(f"{file or folder}: {reason or error}: name another folder") from None
 

@@ -172,7 +172,7 @@ def _run_generation(
     if watch.stopped_by and any(worker.code for worker in workers):
         message = f"stopped by {signal.Signals(watch.stopped_by).name}"
         if watch.stopped_in_time:
-            return _Ended(0, f"{message} before a new step: the same command goes on")
+            return _Ended(0, f"{message} before a new step: the same command resumes the run")
         return _Ended(128 + watch.stopped_by, message)
     return _Ended(0)
 

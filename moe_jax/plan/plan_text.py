@@ -56,7 +56,7 @@ def facts(plans: Plans) -> str:
         f"step        {seconds(found.step_s)} for {found.tokens:,} tokens: compute {seconds(busy.compute)}, exchanges "
         f"{seconds(busy.exchange)}, sums of gradients {seconds(busy.sums)}, optimiser {seconds(busy.update)}; "
         f"{seconds(busy.exposed)} of communication exposed"
-        + (f", {seconds(busy.idle)} idle behind other stages" if plans.config.mesh.pipeline > 1 else ""),
+        + (f", {seconds(busy.idle)} idle, waiting for other stages" if plans.config.mesh.pipeline > 1 else ""),
         f"traffic     leaves each device in a step: {_traffic(plans)}",
         *_ranges(plans.best),
         *_placement(plans),
@@ -164,7 +164,7 @@ def _why_not(candidate: Candidate, best: Candidate) -> str:
         "compute": own.compute - other.compute,
         "exposed communication": own.exposed - other.exposed,
         "optimiser": own.update - other.update,
-        "idle behind other stages": own.idle - other.idle,
+        "idle, waiting for other stages": own.idle - other.idle,
     }
     name = max(more, key=lambda each: more[each])
     ratio = candidate.estimate.step_s / best.estimate.step_s

@@ -24,7 +24,7 @@ def describe(compiled: Compiled) -> str:
         (
             "estimated step",
             f"{ms(result.step_s)} ms = compute {ms(result.compute_s)} + exposed {ms(result.exposed_s)}"
-            + (f" + idle behind other stages {ms(result.idle_s)}" if result.idle_s else ""),
+            + (f" + idle, waiting for other stages {ms(result.idle_s)}" if result.idle_s else ""),
         ),
         ("communication", f"{ms(result.communication_s)} ms, of which hidden {ms(result.hidden_s)}"),
         ("compute, ms", ", ".join(f"{name} {ms(seconds)}" for name, seconds in _by_op(result).items())),

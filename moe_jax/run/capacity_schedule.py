@@ -59,7 +59,7 @@ class CapacityPrograms:
         """The step program, which is waited for, and the evaluation program of the factor that begins."""
         change, (step, evaluate) = self._ahead.pop(0), self._compiling
         program = step.result()
-        self._log.info(f"step {change.step}: going on with model.moe.capacity_factor={change.factor}")
+        self._log.info(f"step {change.step}: continuing with model.moe.capacity_factor={change.factor}")
         self._log.write({"step": change.step, "capacity_factor": change.factor})
         self._compile_next()
         return program, evaluate

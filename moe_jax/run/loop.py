@@ -134,12 +134,12 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
             callbacks.save(step, state)
     end_progress()
     if step < last:
-        _print(f"stopped after step {step}: the same command goes on from there")
+        _print(f"stopped after step {step}: the same command resumes from there")
     return state
 
 
 def _resuming(step: int, source: str) -> str:
-    return f"going on from step {step}: {source}" if source else f"going on from step {step}"
+    return f"resuming from step {step}: {source}" if source else f"resuming from step {step}"
 
 
 _ALREADY = "log.dir={} is already trained to step {}: set train.steps higher to go on"

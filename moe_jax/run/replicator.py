@@ -191,7 +191,8 @@ def _reserved(plan: SafetyPlan, restored: Restored | None, home: str) -> SlotFil
         process, code = next(iter(failed.items()))
         raise ConfigError(
             f"checkpoint.safety_copies_dir={home} cannot hold safety copies, twice {size(sum(plan.sizes.values()))} "
-            f"for each process ({os.strerror(code)}, process {process}): make room, name another folder in memory, or "
+            f"for each process ({os.strerror(code)}, process {process}): free some space, name another folder in "
+            "memory, or "
             "use checkpoint.safety_copies_every=0"
         )
     return files

@@ -103,5 +103,5 @@ def _quarantine_all(run: Run, damaged: Mapping[int, str]) -> None:
         for step, reason in damaged.items():
             moved = quarantine(run.folder, step, reason)
             text = damage_message(run.folder, step, reason)
-            print(f"warning: {text}: moved to {moved}, going on from step {run.first_step}", flush=True)
+            print(f"warning: {text}: moved to {moved}, resuming from step {run.first_step}", flush=True)
     allgather(0)  # a barrier

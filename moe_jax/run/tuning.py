@@ -98,7 +98,7 @@ class Tuning:
         if choice in self._programs:
             self.step = self._programs[choice]
             return
-        self._log.info(f"step {step}: compiling {self._choices.describe(choice)} while training goes on")
+        self._log.info(f"step {step}: compiling {self._choices.describe(choice)} while training continues")
         # here and not in the background, as it may communicate with other processes
         try:
             trainer = make_trainer(self._choices.config_of(choice), self._run.trainer.mesh)
@@ -146,7 +146,7 @@ class _Decider:
     def resume(self, search_state: Mapping[str, Any]) -> int:
         """Resume an interrupted search; returns the choice to use."""
         self._tuner.resume(search_state)
-        self._log.info(f"the search goes on behind {self._tuner.sample} of {self._samples} samples")
+        self._log.info(f"the search continues after {self._tuner.sample} of {self._samples} samples")
         return self._tuner.in_use
 
     def measured(self, step: int, seconds: float) -> int:
@@ -175,7 +175,7 @@ class _Decider:
         """Print that the run ends before the search does."""
         taken = f"{self._tuner.sample} of {self._samples} samples"
         self._log.info(
-            f"search not finished: {taken}, so nothing is chosen; it needs more steps, and goes on with the run"
+            f"search not finished: {taken}, so nothing is chosen; it needs more steps, and continues with the run"
         )
 
     def _save_result(self, step: int) -> None:
@@ -184,7 +184,7 @@ class _Decider:
         if best_s is None:
             return
         self._log.write({"step": step} | _named("chosen", choices, found) | {"chosen_step_s": best_s})
-        self._log.info(f"step {step}: going on with {choices.describe(found)}, {human_seconds(best_s)} per step")
+        self._log.info(f"step {step}: continuing with {choices.describe(found)}, {human_seconds(best_s)} per step")
         config = self._folder / "config.yaml"
         self._write(choices.file, lambda: choices.write(found, best_s))
         self._write(config, lambda: write_atomically(config, to_yaml(choices.config_of(found))))

@@ -145,7 +145,7 @@ class Meter:
             f"step {step} dropped {fraction:.2g} of all rows, as exchange.rank_capacity_factor={factor} leaves some "
             "expert "
             "rank no room for them: use a larger one, or null for the worst case "
-            "(this is said once; dropped_fraction goes on counting)"
+            "(this is said once; dropped_fraction continues counting)"
         )
 
     def _record(self, step: int, metrics: Metrics) -> None:

@@ -102,7 +102,7 @@ def change_run(run: Path) -> None:
     change_record(run, dataclasses.replace(read_record(run / "checkpoints/4"), run="0123456789abcdef"))
 
 
-# Which step is damaged, how it is told and where the run goes on. HASH: a name that the storage layer makes up.
+# Which step is damaged, how it is told and where the run continues. HASH: a name that the storage layer makes up.
 DAMAGED = [
     ("no state", remove("checkpoints/4/state"), 4, "state/_METADATA is missing", 2),
     ("no record", remove("checkpoints/4/record"), 4, "record/metadata is missing", 2),
@@ -145,7 +145,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_goes_on(
     there = f"run/checkpoints/quarantine/{step}"
     line = rf"warning: checkpoint run/checkpoints/{step} is damaged \(({pattern})\): moved to {there}, "
     said = capfd.readouterr()
-    told = re.fullmatch(rf"{line}going on from step {goes_on}\n", said.out)
+    told = re.fullmatch(rf"{line}resuming from step {goes_on}\n", said.out)
     assert told
     assert said.err == ""
     moved = tree(Path(there))
@@ -394,7 +394,7 @@ def test_a_run_whose_folder_is_deleted_meanwhile_says_so_and_can_be_resumed(
         "checkpoints of steps 2, 4 in run/checkpoints",
     ):
         assert name in said
-    assert said.count("going on from step 6\n") == 1
+    assert said.count("resuming from step 6\n") == 1
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "loss" in record] == [1, 6, 8]
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["6", "8"]
@@ -422,7 +422,10 @@ def test_a_checkpoint_that_finds_no_room_ends_the_run_only_if_it_is_the_last(
         with pytest.raises(SystemExit) as ending:
             run_command(COMMANDS["train"])
         assert ending.value.code == 2
-        told = rf"error: log\.dir=run: its last checkpoint, of step 6, {reason}: make room, or .* goes on from step 4\n"
+        told = (
+            rf"error: log\.dir=run: its last checkpoint, of step 6, {reason}: free some space, or .* resumes from "
+            r"step 4\n"
+        )
         assert re.fullmatch(told, capfd.readouterr().err)
     else:
         run_command(COMMANDS["train"])
@@ -433,7 +436,7 @@ def test_a_checkpoint_that_finds_no_room_ends_the_run_only_if_it_is_the_last(
     assert alarm["step"] == full_at
     assert alarm["failed_saves"] == 1
     assert re.fullmatch(
-        rf"the checkpoint of step {full_at} {reason}, the newest is of step {newest}: make room", alarm["alarm"]
+        rf"the checkpoint of step {full_at} {reason}, the newest is of step {newest}: free some space", alarm["alarm"]
     )
     saved = sorted(int(path.name) for path in (run / "checkpoints").iterdir())
     assert saved == sorted({2, 4, 6} - {full_at})

@@ -35,7 +35,8 @@ def test_an_import_asks_for_room_before_it_reads(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**6, 10**6, 100))
     told = refused(monkeypatch, capsys, tmp_path / "in" / "run")
     assert told == (
-        f"error: --out={tmp_path}/in/run needs 1.2 MB, and there are 0.1 kB left on that disk: make room, or name "
+        f"error: --out={tmp_path}/in/run needs 1.2 MB, and there are 0.1 kB left on that disk: free some space, or "
+        "name "
         "another folder\n"
     )
     assert not any(tmp_path.iterdir())
@@ -52,7 +53,9 @@ def test_a_disk_that_fills_up_during_an_import_keeps_nothing(existed, tmp_path, 
 
     monkeypatch.setattr(ocp.CheckpointManager, "save", save)
     told = refused(monkeypatch, capsys, run)
-    assert told == (f"error: --out={run} was not written (no room on the disk): make room, or name another folder\n")
+    assert told == (
+        f"error: --out={run} was not written (no room on the disk): free some space, or name another folder\n"
+    )
     assert list(tmp_path.rglob("*")) == ([run] if existed else [])
 
 
@@ -67,5 +70,5 @@ def test_a_disk_that_fills_up_during_an_export_keeps_nothing(tmp_path, monkeypat
     model, out = model_of(NAME), tmp_path / "in" / "out"
     with pytest.raises(UserError) as refusal:
         write_model(out, model, family_that_holds(model), read(GOLDEN / NAME), "float32", 64, GOLDEN / NAME)
-    assert str(refusal.value) == f"{out}: no room on that disk: make room, or name another folder"
+    assert str(refusal.value) == f"{out}: no room on that disk: free some space, or name another folder"
     assert not any(tmp_path.iterdir())

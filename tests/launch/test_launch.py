@@ -118,7 +118,10 @@ def test_a_signal_to_a_training_that_starts_ends_all_well_and_at_once(tmp_path: 
             workers = subprocess.run(listed, capture_output=True, text=True).stdout.split()
         os.kill(int(workers[1]), signal.SIGTERM)
         _, err = process.communicate(timeout=120)
-    assert (process.returncode, err) == (0, "launch: stopped by SIGTERM before a new step: the same command goes on\n")
+    assert (process.returncode, err) == (
+        0,
+        "launch: stopped by SIGTERM before a new step: the same command resumes the run\n",
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])

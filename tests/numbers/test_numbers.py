@@ -28,7 +28,7 @@ OTHER = {
         "| file | content |": SETTING,
     },
     "README.md": {"| feature |": SETTING, "| system |": "what the pages of those projects report"},
-    "architecture.md": {"| factor |": NO_PROGRAM},
+    "architecture.md": {"| factor |": NO_PROGRAM, "| | plain | scheduled |": SETTING},
     "bad_numbers.md": {"| key |": SETTING, "| temporaries, MB |": NO_PROGRAM},
     "checkpoints.md": {"| the lock is of |": SETTING},
     "compiled.md": {"| step of `configs/bench/fine_grained.yaml` |": "tests/test_same_program.py"},

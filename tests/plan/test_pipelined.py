@@ -207,7 +207,7 @@ def test_what_fits_on_no_device_is_planned_in_stages() -> None:
     assert best.config.mesh.pipeline > 1
     assert best.config.train.grad_accumulation >= best.config.mesh.pipeline
     assert best.mesh in table(plans)
-    assert "idle behind other stages" in facts(plans)
+    assert "idle, waiting for other stages" in facts(plans)
     with pytest.raises(PlanError, match=r"^nothing trains on h100x8 \(data=8: needs .* of 85.0 GB"):
         plan(large(pipeline=1), H100S)
 

@@ -201,7 +201,7 @@ def test_a_pipelined_program_runs_its_passes_as_often_as_the_table_says() -> Non
     for exchange in ("F.dispatch.0.0", "F.combine.0.0", "B.combine.0.0", "B.dispatch.0.0"):
         assert names.count(Action.parse(exchange)) == 4
     assert found.replay.idle_s > 0
-    assert "idle behind other stages" in describe(found)
+    assert "idle, waiting for other stages" in describe(found)
 
 
 def test_command_compiles_compares_and_leaves_files(tmp_path: Path) -> None:

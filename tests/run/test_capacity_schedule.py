@@ -1,4 +1,4 @@
-"""A run whose capacity factor changes is two runs, one with each factor, of which the second goes on from the first."""
+"""A run whose capacity factor changes is two runs, one with each factor, of which the second resumes from the first."""
 
 import json
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_each_step_and_validation_has_the_factor_of_its_step(tmp_path: Path, cap
     """Also of a run that goes on behind the change."""
     scheduled = "model.moe.capacity_schedule=[[3,0.5]]"
     trained(tmp_path / "one", scheduled, "train.steps=3")
-    assert "step 3: going on with model.moe.capacity_factor=0.5\n" in capsys.readouterr().out
+    assert "step 3: continuing with model.moe.capacity_factor=0.5\n" in capsys.readouterr().out
     found = trained(tmp_path / "one", scheduled)
     assert {"step": 3} in found, "the change is a record"
     trained(tmp_path / "two", "train.steps=2")

@@ -95,7 +95,7 @@ def test_two_processes_whose_experts_move_are_stopped_by_sigterm_and_go_on_as_on
     saved = newest_checkpoint(tmp_path)
     assert saved == max(losses_of(tmp_path)) < STEPS
     said = (tmp_path / "output").read_text()
-    assert said.endswith(f"stopped after step {saved}: the same command goes on from there\n")
+    assert said.endswith(f"stopped after step {saved}: the same command resumes from there\n")
     assert said.count("experts of MoE block 0 changed ranks") == len(moves_in(tmp_path))
     train(config_in(tmp_path, f"train.steps={STEPS}", *SETTINGS))
     assert_equal(losses_of(tmp_path), expected)
@@ -126,7 +126,7 @@ def test_a_host_that_is_lost_and_returns_changes_nothing(expected, tmp_path):
     assert re.search(
         "^launch: rank 1 on host 1 failed first, .*: all start again in 0 s, try 1 of 3$", said, re.MULTILINE
     )
-    assert re.search("^going on from step [12]0$", said, re.MULTILINE)
+    assert re.search("^resuming from step [12]0$", said, re.MULTILINE)
     losses = losses_of(tmp_path)
     assert before == {step: losses[step] for step in before}
     assert_equal(losses, {step: expected[step] for step in range(1, 31)})

@@ -39,8 +39,8 @@ def test_a_lost_node_costs_no_step_and_the_loss_of_all_copies_those_since_the_ch
         wait_until(lambda: newest_checkpoint(tmp_path) == 16, tmp_path, process, at_most_s=300)
         lose([0, 1], memory, process)
         assert process.wait(timeout=300) == 0, said(tmp_path)
-    assert f"going on from step {reached}: from safety copies (owner 1's from process 0)\n" in said(tmp_path)
-    assert "going on from step 16: from the checkpoint, as there are no safety copies\n" in said(tmp_path)
+    assert f"resuming from step {reached}: from safety copies (owner 1's from process 0)\n" in said(tmp_path)
+    assert "resuming from step 16: from the checkpoint, as there are no safety copies\n" in said(tmp_path)
     assert losses_of(tmp_path) == losses_of(undisturbed)
     assert list(memory.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""Safety copies: a run goes on from them at the step that it had reached, or says why from its checkpoint."""
+"""Safety copies: a run resumes from them at the step that it had reached, or says why from its checkpoint."""
 
 import dataclasses
 import json
@@ -98,12 +98,12 @@ def slots(folder: Path):
 def test_a_crashed_run_goes_on_at_the_step_that_it_had_reached(undisturbed, start, tmp_path):
     """Each step is done and recorded once, each validation and checkpoint made, though some were cut off."""
     assert "safety copies of step 0 took" in start(("step", 4))
-    assert "going on from step 3: from safety copies\n" in start(("validation", 5))
-    assert "going on from step 5: from safety copies\n" in start(("save", 8))
-    assert "going on from step 8: from safety copies\n" in start(("step", 9))
-    assert "going on from step 8: from the checkpoint, as safety copies are not newer\n" in start(("step", 11))
+    assert "resuming from step 3: from safety copies\n" in start(("validation", 5))
+    assert "resuming from step 5: from safety copies\n" in start(("save", 8))
+    assert "resuming from step 8: from safety copies\n" in start(("step", 9))
+    assert "resuming from step 8: from the checkpoint, as safety copies are not newer\n" in start(("step", 11))
     assert sorted(slot.record.step for slot in slots(tmp_path)) == [9, 10]
-    assert "going on from step 10: from safety copies\n" in start(None)
+    assert "resuming from step 10: from safety copies\n" in start(None)
     assert without_times(tmp_path) == without_times(undisturbed[0])
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["12", "8"]
     assert list((tmp_path / "memory").iterdir()) == [], "a run that has ended leaves no copies"
@@ -136,16 +136,16 @@ def crashed(tmp_path_factory):
 @pytest.mark.parametrize(
     ("case", "told"),
     [
-        ("flipped", "going on from step 6: from safety copies\n"),
-        ("both flipped", "going on from step 4: from the checkpoint, as safety copies of step 6 are damaged\n"),
-        ("unfinished", "going on from step 6: from safety copies\n"),
-        ("of another run", "going on from step 4: from the checkpoint, as there are no safety copies\n"),
+        ("flipped", "resuming from step 6: from safety copies\n"),
+        ("both flipped", "resuming from step 4: from the checkpoint, as safety copies of step 6 are damaged\n"),
+        ("unfinished", "resuming from step 6: from safety copies\n"),
+        ("of another run", "resuming from step 4: from the checkpoint, as there are no safety copies\n"),
         (
             "another mesh",
-            "going on from step 4: from the checkpoint, as safety copies are of another mesh, or cut otherwise\n",
+            "resuming from step 4: from the checkpoint, as safety copies are of another mesh, or cut otherwise\n",
         ),
-        ("removed", "going on from step 4: from the checkpoint, as there are no safety copies\n"),
-        ("not recorded", "going on from step 6: from safety copies\n"),
+        ("removed", "resuming from step 4: from the checkpoint, as there are no safety copies\n"),
+        ("not recorded", "resuming from step 6: from safety copies\n"),
     ],
 )
 def test_what_cannot_be_trusted_is_passed_over(case, told, undisturbed, start, crashed):
@@ -212,7 +212,8 @@ def test_no_room_for_copies_is_told_before_the_first_step(tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match="cannot hold safety copies, twice") as told:
         train(config_in(tmp_path))
     assert str(told.value).endswith(
-        " for each process (No space left on device, process 0): make room, name another folder in memory, or use "
+        " for each process (No space left on device, process 0): free some space, name another folder in memory, or "
+        "use "
         "checkpoint.safety_copies_every=0"
     )
     assert list((tmp_path / "memory").glob("*/*/*")) == []

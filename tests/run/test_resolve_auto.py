@@ -1,4 +1,4 @@
-"""What says auto is planned for the devices at hand, once, and goes on with the run."""
+"""What says auto is planned for the devices at hand, once, and continues with the run."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A killed run goes on bit for bit, on another mesh to round-off, and a signal saves it."""
+"""A killed run resumes bit for bit, on another mesh to round-off, and a signal saves it."""
 
 import json
 import os
@@ -120,7 +120,7 @@ def test_killed_and_resumed_run_is_bit_identical(uninterrupted, restored, tmp_pa
     assert len(before) == 50 + 1, "the steps and a validation"
     state = train(config_in(tmp_path))
     assert restored == [50]
-    assert "going on from step 50\n" in capsys.readouterr().out
+    assert "resuming from step 50\n" in capsys.readouterr().out
     assert lines_of(tmp_path, last=50) == before
     chex.assert_trees_all_equal(jax.device_get(state), jax.device_get(expected))
     assert losses_of(tmp_path) == losses_of(folder), "each step recorded once, with the same loss"
@@ -171,7 +171,7 @@ def test_a_signal_saves_and_exits_0(number, tmp_path):
     saved = newest_checkpoint(tmp_path)
     assert saved == max(losses_of(tmp_path)) < 100
     said = (tmp_path / "output").read_text()
-    assert said.endswith(f"stopped after step {saved}: the same command goes on from there\n")
+    assert said.endswith(f"stopped after step {saved}: the same command resumes from there\n")
     assert not (tmp_path / "report.html").exists()
 
 

@@ -71,10 +71,11 @@ def test_a_run_tunes_itself_without_another_loss_and_keeps_what_it_found(tmp_pat
     assert "choices, beginning with schedule.bucket_cap_mb=0.001\n" in said
     assert said.count("per step (sample ") == 2
     assert (
-        said.count(f"compiling schedule.bucket_cap_mb={tried[1]['tried_bucket_cap_mb']} while training goes on\n") == 1
+        said.count(f"compiling schedule.bucket_cap_mb={tried[1]['tried_bucket_cap_mb']} while training continues\n")
+        == 1
     )
     assert "search not finished" not in said
-    assert f"going on with schedule.bucket_cap_mb={chosen['chosen_bucket_cap_mb']}, " in said
+    assert f"continuing with schedule.bucket_cap_mb={chosen['chosen_bucket_cap_mb']}, " in said
 
     losses = losses_of(tuned)
     assert tried[0]["step"] < tried[1]["step"] <= max(losses)
@@ -108,12 +109,12 @@ def test_a_choice_that_cannot_be_compiled_is_told_and_left_out(tmp_path, monkeyp
 def test_a_run_that_ends_before_its_search_says_so_and_goes_on_with_it(tmp_path, capsys):
     train(config_in(tmp_path, *EIGHT, *TUNED[:-1], "train.steps=9"))
     unfinished = (
-        "search not finished: 1 of 2 samples, so nothing is chosen; it needs more steps, and goes on with the run"
+        "search not finished: 1 of 2 samples, so nothing is chosen; it needs more steps, and continues with the run"
     )
     assert capsys.readouterr().out.count(f"{unfinished}\n") == 1
     train(config_in(tmp_path, *EIGHT, *TUNED[:-1], "train.steps=10"))
     said = capsys.readouterr().out
-    assert said.count("the search goes on behind 1 of 2 samples\n") == said.count(f"{unfinished}\n") == 1
+    assert said.count("the search continues after 1 of 2 samples\n") == said.count(f"{unfinished}\n") == 1
     assert not records_of(tmp_path, "chosen")
 
 

@@ -199,7 +199,7 @@ def test_rows_dropped_without_a_capacity_are_warned_of_once_even_between_records
         "leaves "
         "some expert "
         "rank no room for them: "
-        "use a larger one, or null for the worst case (this is said once; dropped_fraction goes on counting)"
+        "use a larger one, or null for the worst case (this is said once; dropped_fraction continues counting)"
     ]
 
 
