@@ -358,6 +358,12 @@ def test_old_names_are_answered_with_the_new_ones_and_read_in_a_run(tmp_path: Pa
         ConfigError, match=r"^unknown setting model\.moe\.every: did you mean model\.moe\.moe_layer_freq"
     ):
         load_config(overrides=["model.moe.every=2"])
+    with pytest.raises(ConfigError, match=r"must be end or block or bucketed: did you mean bucketed\? It was renamed$"):
+        load_config(overrides=["schedule.grad_reduce=chunked"])
+    with pytest.raises(
+        ConfigError, match=r"^tune\.over=chunk_mb must be .*: did you mean bucket_cap_mb\? It was renamed$"
+    ):
+        load_config(overrides=["tune.over=[chunk_mb]"])
     names = set(setting_names(Config))
     assert {f"{old.rpartition('.')[0]}.{new}" for old, new in RENAMED.items()} <= names
     assert not RENAMED.keys() & names

@@ -14,7 +14,7 @@ import pytest
 
 from moe_jax.config import MoEConfig
 from moe_jax.config.plugins import load_part
-from moe_jax.config.validate.plugins import OWN_PARTS
+from moe_jax.config.validate.plugins import BUILT_IN_PARTS
 from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import ConfigError
 from moe_jax.models.dispatchers import dispatcher_of
@@ -136,8 +136,8 @@ def test_a_module_that_cannot_be_imported_is_told(tmp_path: Path, monkeypatch: p
 
 
 def test_settings_know_every_part() -> None:
-    assert {*OWN_PARTS["exchange.algorithm"]} == {*EXCHANGES, "auto", "ragged"}
-    assert {*OWN_PARTS["schedule.policy"]} == {*POLICIES}
+    assert {*BUILT_IN_PARTS["exchange.algorithm"]} == {*EXCHANGES, "auto", "ragged"}
+    assert {*BUILT_IN_PARTS["schedule.policy"]} == {*POLICIES}
 
 
 def test_an_exchange_of_ones_own_is_refused_with_stages() -> None:

@@ -17,8 +17,8 @@ from moe_jax.config.registry import EXCHANGE_FACTS, GATE_FACTS, Registry
 from moe_jax.plan.exchange import ALGORITHMS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extend.md").read_text()
+FACTS_FROM, OF_LOGITS_FROM = re.findall(r"imported from `([\w.]+)`, and\s`of_logits` from `([\w.]+)`", PAGE)[0]
 REGISTRIES = {name: each for name, each in vars(registry).items() if isinstance(each, Registry)}
-IMPORTS = "from moe_jax.models.gates.protocol import of_logits\n"
 # in the words of the page: what its examples do not show
 OTHERS = {
     "models/dispatchers": """
@@ -75,7 +75,8 @@ def added(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str
         name, code = ("new", OTHERS[where]) if where in OTHERS else next(examples)
         declared = "\n".join(re.findall("`(.*?)`", lines))
         kind = declared.partition("FACTS = ")[2].partition("(")[0]
-        head = f"from moe_jax.config.facts import {kind}\n{IMPORTS if 'of_logits' in declared else ''}"
+        imported = {kind: FACTS_FROM} | ({"of_logits": OF_LOGITS_FROM} if "of_logits" in declared else {})
+        head = "".join(f"from {module} import {each}\n" for each, module in imported.items())
         (package / where / f"{name}.py").write_text(f"{head}{code}\n{declared}\n")
         names[setting] = name
     assert len(names) == len(REGISTRIES)

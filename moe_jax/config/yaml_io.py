@@ -16,7 +16,7 @@ import yaml
 
 from moe_jax.config import Config, Sections
 from moe_jax.config.draft import PLANNED, Draft
-from moe_jax.config.renamed import RENAMED, with_new_names
+from moe_jax.config.renamed import RENAMED, RENAMED_VALUES, with_new_names
 from moe_jax.config.validate import plain_setting
 from moe_jax.config.yaml_reader import Dumper, parse_yaml
 from moe_jax.errors import ConfigError, parse_path
@@ -158,6 +158,8 @@ def _value(name: str, value: Any, hint: Any) -> Any:
                 str(value)[:_MOST_SHOWN], [*words, "auto"] if name in PLANNED else words, n=1
             )
             cure = f": did you mean {near[0]}?" if near else ""
+            if renamed := isinstance(value, str) and RENAMED_VALUES.get((name, value)):
+                cure = f": did you mean {renamed}? It was renamed"
             raise ConfigError(f"{name}={_short(str(value))} must be {' or '.join(words)}{cure}")
         return value
     if value is None and type(None) in options:

@@ -96,7 +96,7 @@ def evaluate(params: Params, inputs: StepInputs, context: StepContext) -> Float[
 def train_step(
     state: State,
     token_BN1: Int[Array, "B N1"],
-    max_loss: Float[Array, ""] | None,
+    max_loss: Float[Array, ""] | None,  # None unless train.skip_spikes
     context: StepContext,
     gradients: Gradients,
 ) -> tuple[State, Metrics]:
@@ -105,11 +105,12 @@ def train_step(
     A step is bad if its loss or gradient norm is not finite, or if its loss is above `max_loss`. A bad step only
     increments the step counter.
     """
-    background.new_program()
+    background.new_program()  # numbers the collectives of CPU threads from 0
     config, compute, cuts = context.config, context.compute, context.cuts
     inputs = StepInputs(token_BN1, BatchPart(state["step"]), slots_of(state))
-    grads, parts = gradients(fault_injection.inject_faults(state["params"], state["step"]), inputs, context)
-    grads = with_copies_summed(grads, inputs.slot_ME, context)
+    params = fault_injection.inject_faults(state["params"], state["step"])  # unchanged outside of tests
+    grads, parts = gradients(params, inputs, context)
+    grads = with_copies_summed(grads, inputs.slot_ME, context)  # copies of experts, migration.replicas
     norm = global_norm(grads, context.grad_specs, compute.platform, experts_here(inputs.slot_ME, context))
     if compute.platform == "cpu":  # where a sum blocks the compute thread until all devices have joined
         parts = jax.tree.map(lambda part: depend_on(part, norm, compute.platform) if part.size else part, parts)

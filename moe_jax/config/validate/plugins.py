@@ -17,7 +17,7 @@ from moe_jax.config.validate.ranges import setting
 from moe_jax.errors import ConfigError
 
 # The names of built-in parts, by setting. Other parts are named package.module:name.
-OWN_PARTS = {
+BUILT_IN_PARTS = {
     "model.moe.gate": tuple(GATE_FACTS),
     "model.moe.dispatcher": tuple(DISPATCHER_FACTS),
     "model.moe.hooks": (NO_HOOKS, *HOOKS_FACTS),
@@ -31,7 +31,7 @@ _MOST_COMPARED = 200  # characters
 
 def check_parts(config: Sections) -> None:
     """Raise ConfigError for a part that is neither built in nor of the form `package.module:name`."""
-    for name, own in OWN_PARTS.items():
+    for name, own in BUILT_IN_PARTS.items():
         value = str(setting(config, name))
         if value not in own and not _ELSEWHERE.fullmatch(value):
             near = difflib.get_close_matches(value[:_MOST_COMPARED], [*own, "auto"] if name in _OPEN else own, n=1)

@@ -27,7 +27,7 @@ from moe_jax.models.dispatchers import capacity, dropless, expert_choice, one_ho
 from moe_jax.models.dispatchers.protocol import DispatchMetadata, ExpertRows, TokenDispatcher
 from moe_jax.parallel.trees import Tree
 
-OWN: dict[str, TokenDispatcher] = {
+BUILT_IN: dict[str, TokenDispatcher] = {
     name: module.DISPATCHER for name, module in registry.DISPATCHER_FACTS.modules().items()
 }
 DISPATCHERS: dict[str, TokenDispatcher] = {
@@ -54,13 +54,13 @@ def dispatcher_of(moe: MoEConfig, ragged: bool = False) -> TokenDispatcher:
         return DISPATCHERS["ragged"]
     if moe.sends_sized_rows:
         return DISPATCHERS["dropless"]
-    dispatcher = load_part("model.moe.dispatcher", moe.dispatcher, OWN)
+    dispatcher = load_part("model.moe.dispatcher", moe.dispatcher, BUILT_IN)
     if not isinstance(dispatcher, TokenDispatcher):
         raise ConfigError(
             f"model.moe.dispatcher={moe.dispatcher} is of type {type(dispatcher).__name__}: "
             "name a moe_jax.models.dispatchers.protocol.TokenDispatcher"
         )
-    return dispatcher if moe.dispatcher in OWN else _guarded(moe.dispatcher, dispatcher)
+    return dispatcher if moe.dispatcher in BUILT_IN else _guarded(moe.dispatcher, dispatcher)
 
 
 @functools.cache

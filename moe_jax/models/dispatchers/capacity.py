@@ -1,4 +1,4 @@
-"""Capacity (padded) dispatch: each device gives every expert C slots.
+"""The dispatcher `sort`, with a capacity: padded dispatch, in which each device gives every expert C slots.
 
 Pairs that come later, in the order of tokens or of their priority, are dropped. P expert ranks, L experts on each, C
 rows sent to an expert by a source device, T tokens, D model width, F hidden width.
@@ -38,6 +38,7 @@ def permute(
     width = min(capacity.slots, x_TD.shape[0])
     count_E = choice.tokens_per_expert()
     rank_Tk = routing.queue_positions(choice, count_E)
+    # expert E means no expert: its position in the queue is beyond every capacity
     keep_mask_Tk = capacity.used_E[choice.expert_Tk] + rank_Tk < capacity.slots
     dest_index_Tk = choice.expert_Tk * width + rank_Tk
     permutation = routing.make_permutation(dest_index_Tk, keep_mask_Tk, moe.num_experts * width)
