@@ -112,7 +112,7 @@ MORE = WHOLE._replace(
     ("name", "message"),
     [
         ("LINES", "is of type int: name a moe_jax.parallel.all_to_all.Exchange"),
-        ("BROKEN", "cannot be traced on 4 ranks (ZeroDivisionError: integer division or modulo by zero): mend it"),
+        ("BROKEN", "cannot be traced on 4 ranks (ZeroDivisionError: integer division or modulo by zero): fix it"),
         ("HALF", "makes bfloat16[1, 3] of bfloat16[4, 3] on 4 ranks: it must be the same"),
     ],
 )
@@ -131,7 +131,7 @@ def test_a_module_that_cannot_be_imported_is_told(tmp_path: Path, monkeypatch: p
         load_part("schedule.policy", "unfinished:POLICY", POLICIES)
     assert str(error.value) == (
         "schedule.policy=unfinished:POLICY: importing unfinished ends with SyntaxError: '(' was never closed "
-        "(unfinished.py, line 1): mend it"
+        "(unfinished.py, line 1): fix it"
     )
 
 

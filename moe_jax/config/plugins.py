@@ -27,7 +27,7 @@ def load_part(setting: str, value: str, own: Mapping[str, Any]) -> Any:
         ) from None
     except (Exception, SystemExit) as error:  # raised by the module itself
         raise ConfigError(
-            f"{setting}={value}: importing {module_name} ends with {first_line_of(error)}: mend it"
+            f"{setting}={value}: importing {module_name} ends with {first_line_of(error)}: fix it"
         ) from error
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, vars(module), n=1)

@@ -91,11 +91,11 @@ def _block(model: ModelConfig, kind: str, block: int) -> Iterator[Op]:
     if kind == "moe":
         yield op("gate", "z", "choice", *_all(2, _SEQUENCES, _TOKENS))
         # tokens of all sequences compete for slots in their order, which splitting sequences would change
-        yield op("order", "z choice", "rows", *(((_SEQUENCES,) * 2 + _ROWS[1:],) if moe.gate_facts.splits else ()))
+        yield op("permute", "z choice", "rows", *(((_SEQUENCES,) * 2 + _ROWS[1:],) if moe.gate_facts.splits else ()))
         yield op("dispatch", "rows", "received", *_all(2, *_ROWS), task="dispatch")
         yield op("expert", "received", "made", *_all(2, *_ROWS), task="expert")
         yield op("combine", "made", "returned", *_all(2, *_ROWS), task="combine")
-        yield op("inverse order", "returned choice", "w", (CutAxis.IRREGULAR, _SEQUENCES, _SEQUENCES))
+        yield op("unpermute", "returned choice", "w", (CutAxis.IRREGULAR, _SEQUENCES, _SEQUENCES))
     added = "y" + " m" * has_mlp + " w" * (kind == "moe")
     yield op("residual", added, "next", *_all(len(added.split()) + 1, _SEQUENCES, _TOKENS, _FEATURES))
 

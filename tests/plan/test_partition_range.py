@@ -126,7 +126,7 @@ def test_ranges_reach_in_front_of_the_gate_only_where_it_allows() -> None:
         cut = [each for each in found.best.ranges if each.parts > 1]
         assert cut
         gates = [op for each in cut for group in found.groups[each.first : each.stop] for op in group.ops]
-        assert any(op.name == "order" for op in gates) == reaches
+        assert any(op.name == "permute" for op in gates) == reaches
 
 
 def test_the_planner_tries_as_many_parts_as_ranges_have() -> None:

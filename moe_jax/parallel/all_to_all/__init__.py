@@ -89,7 +89,7 @@ def check_exchange(algorithm: str, ranks: Ranks, mesh: Mesh) -> None:
     except Exception as error:  # raised by functions from outside the project
         message = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise ConfigError(
-            f"exchange.algorithm={algorithm} cannot be traced on {size} ranks ({message}): mend it"
+            f"exchange.algorithm={algorithm} cannot be traced on {size} ranks ({message}): fix it"
         ) from error
     if not isinstance(arrived, jax.ShapeDtypeStruct):
         raise ConfigError(
