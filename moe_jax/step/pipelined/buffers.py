@@ -11,7 +11,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from moe_jax.step.pipelined.buffer_reuse import BufferSlot
 
 
-class Buffers:
+class SlotBuffers:
     """Ring buffers. `shapes` are those of the values of each chunk structure; a slot has space for the values of any
     one structure.
     """

@@ -29,7 +29,7 @@ from moe_jax.parallel.sequence_shards import OwnTokens, local_tokens
 from moe_jax.parallel.trees import Grads, Params
 from moe_jax.step.context import StepContext, StepInputs
 from moe_jax.step.losses import ObjectiveParts
-from moe_jax.step.pipelined.buffers import Buffers, get, put, with_own_layout
+from moe_jax.step.pipelined.buffers import SlotBuffers, get, put, with_own_layout
 from moe_jax.step.pipelined.build import PipelinedPlan
 from moe_jax.step.pipelined.embed_and_head import embedded, embedding_gradient, head_gradients, share_of_loss
 from moe_jax.step.pipelined.model_chunk import ForwardResult, InputGradient, ModelChunk
@@ -79,8 +79,8 @@ class PipelineStage:
             self.chunks.append(ModelChunk(dims, orders, self._x_bND, consts))
         residuals = [chunk.saved_shapes for chunk in self.chunks]
         buffered = [chunk.buffered_shapes for chunk in self.chunks]
-        self.saved, self.taken = Buffers(residuals, plan.slots.saved.num_slots), Buffers(residuals, 1)
-        self.weight = Buffers(buffered, plan.slots.weight.num_slots)
+        self.saved, self.taken = SlotBuffers(residuals, plan.slots.saved.num_slots), SlotBuffers(residuals, 1)
+        self.weight = SlotBuffers(buffered, plan.slots.weight.num_slots)
 
     def first_state(self, backward: bool = True) -> State:
         """Return the state before the first tick of a step, with or without a backward pass."""
