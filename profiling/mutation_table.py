@@ -653,7 +653,7 @@ MUTATIONS = (
     Mutation(
         "loop_does_not_wait",
         "step/scheduled/issue_order.py",
-        'return self.after_comm(number_n) if self._platform == "cpu" else number_n',
+        'return self.after_compute(self.after_comm(number_n)) if self._platform == "cpu" else number_n',
         "return number_n",
         "collectives of a loop and those before it can take each other's numbers",
         ["tests/step/test_races.py"],

@@ -59,7 +59,7 @@ def compare(variants: Sequence[Compiled]) -> str:
 
 
 def assumptions(target: Target) -> str:
-    """Return the assumptions behind the estimated times, as text."""
+    """Return the assumptions of the estimated times, as text."""
     link = f"{target.link.alpha_s * 1e6:g} µs + bytes that leave a device at {1e-9 / target.link.beta_s:g} GB/s"
     if target.node_devices:
         network = f"{1e-9 / target.network.beta_s:g} GB/s between nodes"

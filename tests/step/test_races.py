@@ -46,6 +46,9 @@ OTHERS = {
     "ragged, parts": f"{RAGGED} schedule.microbatches=2 train.grad_accumulation=2 optimizer.zero=1",
     "plain": "mesh.data=2 mesh.expert=2",
     "plain, context, parts": "mesh.data=1 mesh.context=2 mesh.expert=2 train.grad_accumulation=2",
+    "context, dense block below the loop": "mesh.data=1 mesh.context=2 mesh.expert=2 schedule.policy=unified "
+    "schedule.microbatches=2 schedule.grad_reduce=end model.num_layers=4 model.moe.first_k_dense_replace=1 "
+    "model.moe.moe_layer_freq=1",
     "migration": f"mesh.data=1 mesh.expert=4 {MIGRATION}",
     "copies": f"mesh.data=2 mesh.expert=2 {MIGRATION} {COPIES}",
     "copies of two stacks": f"mesh.data=2 mesh.expert=2 {MIGRATION} {COPIES} {TWO_STACKS}",

@@ -39,13 +39,13 @@ class IssueOrder:
             self._last_compute = result
 
     def into_loop(self, number_n: jax.Array) -> jax.Array:
-        """Return the iteration numbers of a loop, ordered after the previous collective.
+        """Return the iteration numbers of a loop, ordered after the previous collective and the previous compute task.
 
-        XLA:CPU orders the collectives of one computation by itself, but those of a loop run concurrently with
-        everything that does not wait for the loop (`measure/races.py`). Compilers for other platforms order all
-        collectives.
+        A compute task has collectives, too, where attention sends keys and values around a ring. XLA:CPU orders the
+        collectives of one computation by itself, but those of a loop run concurrently with everything that does not
+        wait for the loop (`measure/races.py`). Compilers for other platforms order all collectives.
         """
-        return self.after_comm(number_n) if self._platform == "cpu" else number_n
+        return self.after_compute(self.after_comm(number_n)) if self._platform == "cpu" else number_n
 
     def end_of_iteration(self) -> jax.Array | None:
         """Return an element of the last collective's result, which each loop iteration outputs for `out_of_loop`; None
