@@ -84,7 +84,7 @@ def _feed_forward(
 ) -> jax.Array:
     if "mlp" in block:
         return mlp(block["mlp"], h_BD)
-    sent, metadata, _ = moe_layer.route(block["moe"], h_BD, model.moe, ep_size=1, router_inputs=router_inputs)
+    sent, metadata, _ = moe_layer.route(block["moe"], h_BD, model.moe, 1, moe_layer.RouterContext(router_inputs))
     returned = moe_layer.run_experts(block["moe"]["experts"], sent, model.moe, compute.product)
     y_BD = moe_layer.unpermute(returned, metadata, model.moe)
     return sum((mlp(shared, h_BD) for shared in moe_layer.shared_experts(block["moe"])), start=y_BD)

@@ -44,28 +44,35 @@ class RoutedTokens(NamedTuple):
     stats: RouterStats
 
 
+class RouterContext(NamedTuple):
+    """What the router of one block reads besides the features of tokens."""
+
+    inputs: RouterInputs | None = None  # for the gate; None: it reads features only
+    capacity: CapacityState | None = None  # what earlier parts of the batch left; None: all
+    slot_E: Int[Array, " E"] | None = None  # the slot of each expert (`models/placement.py`); None: in their order
+
+
+FEATURES_ONLY = RouterContext()
+
+
 @jax.named_scope("route")
 def route(
     params: Params,
     h_TD: Float[Array, "T D"],
     moe: MoEConfig,
     ep_size: int,
-    capacity: CapacityState | None = None,
-    ragged: bool = False,
-    router_inputs: RouterInputs | None = None,
+    context: RouterContext = FEATURES_ONLY,
     sequences: int | None = None,
-    slot_E: Int[Array, " E"] | None = None,
+    ragged: bool = False,
 ) -> RoutedTokens:
     """Gate and permute: return the rows for each expert rank, the metadata to restore tokens, and statistics.
 
-    Router logits are computed in float32. `capacity` (None: all) is what earlier parts of the batch left.
-    `router_inputs` is what the gate reads besides features, if it does. `sequences` is how many sequences the tokens
-    belong to; None: nothing is balanced per sequence. `slot_E` is the slot of each expert; None: slots are in the order
-    of experts (`models/placement.py`).
+    Router logits are computed in float32. `sequences` is how many sequences the tokens belong to; None: nothing is
+    balanced per sequence. `ragged`: the rows are for a ragged exchange.
     """
     h_TD = hooks_of(moe).before_layer(h_TD)
-    decision, logit_TE = gate_of(moe)(params, h_TD, router_inputs, moe)
-    placed, capacity, of_slots = in_slots(decision, capacity, slot_E, moe)
+    decision, logit_TE = gate_of(moe)(params, h_TD, context.inputs, moe)
+    placed, capacity, of_slots = in_slots(decision, context.capacity, context.slot_E, moe)
     sent, metadata = dispatcher_of(moe, ragged).permute(h_TD, placed, of_slots, ep_size, capacity)
     stats = RouterStats(
         count_E=decision.tokens_per_expert(),

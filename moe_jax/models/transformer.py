@@ -24,13 +24,13 @@ from moe_jax.models.attention import attend
 from moe_jax.models.attention.core import AttentionImpl
 from moe_jax.models.dispatch import dispatch_compute_combine
 from moe_jax.models.dispatchers import dispatcher_of
-from moe_jax.models.dispatchers.protocol import CapacityState, DispatchMetadata, ExpertRows, buffer_of, full_capacity
+from moe_jax.models.dispatchers.protocol import DispatchMetadata, ExpertRows, buffer_of, full_capacity
 from moe_jax.models.gates import gate_of
 from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct, product_name
 from moe_jax.models.hooks import hooks_of
 from moe_jax.models.layers import mlp, rms_norm
-from moe_jax.models.moe import RouterStats, run_experts
+from moe_jax.models.moe import RouterContext, RouterStats, run_experts
 from moe_jax.parallel.all_to_all import BY_NODE, check_exchange
 from moe_jax.parallel.mesh import Axes, Axis, expert_axis
 from moe_jax.parallel.ranks import Ranks, ranks_per_node
@@ -152,30 +152,15 @@ def attend_and_route(
     model: ModelConfig,
     view: AttentionView,
     compute: ComputeConfig,
-    capacity: CapacityState | None = None,
+    context: RouterContext,
     ragged: bool = False,
-    router_inputs: RouterInputs | None = None,
-    slot_E: Int[Array, " E"] | None = None,
 ) -> Routed:
-    """Run attention, shared experts, gate and permute. `capacity` (None: all) is what earlier parts of the batch left.
-
-    `ragged`: the rows are for a ragged exchange. `router_inputs`: what the gate reads besides features, in this block.
-    `slot_E`: the slots of the experts of this block (None: in the order of experts).
-    """
+    """Run attention, shared experts, gate and permute. `ragged`: the rows are for a ragged exchange."""
     x_BND = x_BND + attend(params["attention"], x_BND, model, view, compute.attention)
     h_BND = rms_norm(x_BND, params["norm"], model.rms_norm_eps)
     h_TD = h_BND.reshape(-1, x_BND.shape[-1])
-    routed = moe_layer.route(
-        params["moe"],
-        h_TD,
-        model.moe,
-        compute.ep_size(),
-        capacity,
-        ragged,
-        router_inputs and router_inputs.flat(),
-        len(x_BND),
-        slot_E,
-    )
+    context = context._replace(inputs=context.inputs and context.inputs.flat())
+    routed = moe_layer.route(params["moe"], h_TD, model.moe, compute.ep_size(), context, len(x_BND), ragged)
     for shared in moe_layer.shared_experts(params["moe"]):
         x_BND = x_BND + _sharded_mlp(shared, h_BND)
     return Routed(x_BND, *routed)
@@ -211,16 +196,15 @@ def block(
     model: ModelConfig,
     view: AttentionView,
     compute: ComputeConfig,
-    router_inputs: RouterInputs | None = None,
-    slot_E: Int[Array, " E"] | None = None,
+    context: RouterContext,
 ) -> tuple[Float[Array, "B N D"], RouterStats | None]:
-    """Run one decoder block. With experts, also return the statistics of its router."""
+    """Run one decoder block on a device's whole batch. With experts, also return the statistics of its router."""
     if "mlp" in params:
         return dense_block(params, x_BND, model, view, compute.attention), None
     length = x_BND.shape[1]
     capacity = full_capacity(model.moe, x_BND.shape[0] * length)
     capacity = capacity._replace(buffer=buffer_of(model.moe, compute.rank_capacity_factor, length, compute.ep_size()))
-    routed = attend_and_route(params, x_BND, model, view, compute, capacity, router_inputs=router_inputs, slot_E=slot_E)
+    routed = attend_and_route(params, x_BND, model, view, compute, context._replace(capacity=capacity))
     experts = partial(run_experts, params["moe"]["experts"], moe=model.moe, product=compute.product)
     returned = dispatch_compute_combine(routed.sent, experts, compute.route, model.moe)
     return rejoin(routed.x_BND, returned, routed.metadata, model), routed.stats
@@ -290,7 +274,7 @@ def _run_segment(
                 if slots is not None and segment.kinds[place] == "moe"
                 else None
             )
-            x_BND, block_stats = block(params[place], x_BND, model, view, compute, own, slot_E)
+            x_BND, block_stats = block(params[place], x_BND, model, view, compute, RouterContext(own, slot_E=slot_E))
             stats += [block_stats] if block_stats is not None else []
         return x_BND, stats
 

@@ -25,6 +25,7 @@ from moe_jax.distributed.processes import is_main_process
 from moe_jax.files.atomic import write_atomically
 from moe_jax.models.gates.inputs import BatchPart
 from moe_jax.models.head import unembed
+from moe_jax.models.moe import RouterContext
 from moe_jax.models.transformer import block, embed
 from moe_jax.parallel import background
 from moe_jax.parallel.pipeline import stage, sum_over_stages
@@ -112,7 +113,8 @@ def _wrong_outputs(params: Params, inputs: StepInputs, context: StepContext) -> 
                 own_inputs = router_inputs and router_inputs.above(below + iteration * len(kinds) + place)
                 m = moe_below + iteration * kinds.count("moe") + kinds[:place].count("moe")
                 slot_E = None if slot_ME is None or kinds[place] != "moe" else slot_ME[m]
-                x_bND, _ = block(blocks[place], x_bND, model, view, compute, own_inputs, slot_E)
+                own_context = RouterContext(own_inputs, slot_E=slot_E)
+                x_bND, _ = block(blocks[place], x_bND, model, view, compute, own_context)
                 wrong.append(_is_wrong(x_bND))
             return x_bND, jnp.stack(wrong)
 

@@ -17,7 +17,7 @@ from moe_jax.models.dispatchers.protocol import CapacityState, DispatchMetadata,
 from moe_jax.models.dispatchers.ragged import Stored, lane_experts
 from moe_jax.models.head import cross_entropy
 from moe_jax.models.hooks import hooks_of
-from moe_jax.models.moe import RouterStats, run_experts
+from moe_jax.models.moe import RouterContext, RouterStats, run_experts
 from moe_jax.models.transformer import (
     REMAT_POLICIES,
     ComputeConfig,
@@ -67,7 +67,8 @@ class Tasks:
             parts = (jnp.split(x_Bn, dims.microbatches) for x_Bn in tokens)
             self.tokens = list(map(OwnTokens, *parts))
         # what gates read besides features, before block 0
-        self.router_inputs = consts.router_inputs and consts.router_inputs.parts(dims.microbatches)
+        inputs = consts.router_inputs
+        self.router_inputs = None if inputs is None else inputs.parts(dims.microbatches)
         self.slots = consts.slots  # placement of each block's experts, if not in order
         self.x: dict[int, jax.Array] = {}  # residual stream of each microbatch
         self.metadata: dict[int, DispatchMetadata] = {}  # to unpermute its rows after combine
@@ -125,12 +126,10 @@ class Tasks:
                 self.x[r] = self._differentiate(("attend", block, r), function, weights, self.x[r])
                 self.order.record_compute(self.x[r])
                 continue
+            inputs = None if self.router_inputs is None else self.router_inputs[r].above(block)
+            context = RouterContext(inputs, self._capacity(block, r), self.slots.get(block))
             route = partial(attend_and_route, model=model, view=view, compute=dims.compute)
-            router_inputs = self.router_inputs and self.router_inputs[r].above(block)
-            capacity, slot_E = self._capacity(block, r), self.slots.get(block)
-            function = self._remat(
-                partial(route, capacity=capacity, ragged=dims.ragged, router_inputs=router_inputs, slot_E=slot_E)
-            )
+            function = self._remat(partial(route, context=context, ragged=dims.ragged))
             routed: Routed = self._differentiate(("attend", block, r), function, _without_experts(weights), self.x[r])
             self.x[r], self.metadata[r], self.stats[block, r] = routed.x_BND, routed.metadata, routed.stats
             self.order.record_compute(routed.sent.rows)
