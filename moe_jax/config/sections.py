@@ -15,6 +15,7 @@ from moe_jax.config.ranges import (
     ALONG_AXIS,
     ANY,
     BLOCKS,
+    BUCKET,
     CLUSTER,
     EXPERTS,
     FINITE,
@@ -319,7 +320,7 @@ class ScheduleConfig:
     weight_grad: Literal["inline", "greedy"] = "inline"
     grad_reduce: Literal["end", "block", "bucketed"] = "end"  # when gradients are summed over devices
     # largest bucket of a bucketed reduction, 10⁶ bytes; null: a whole matrix
-    bucket_cap_mb: float | None = number(None, Range(0, LARGE, above=True))
+    bucket_cap_mb: float | None = number(None, BUCKET)
     # rates for the estimated times of tasks: 10¹² flop/s of a device; null: typical of the platform
     device_tflops: float | None = number(None, Range(0, FINITE, above=True))
     link_gb_per_s: float | None = number(None, Range(0, FINITE, above=True))  # 10⁹ byte/s; null: typical
