@@ -4,7 +4,6 @@ import argparse
 import importlib.util
 import json
 import os
-import socket
 import typing
 import zlib
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from moe_jax.config.ranges import CLUSTER, check_number
 from moe_jax.config.validate import nearest_multiples
 from moe_jax.distributed.address import split_address
 from moe_jax.distributed.host_memory import keep_freed_memory
+from moe_jax.distributed.hosts import pass_on_host
 from moe_jax.distributed.startup_barrier import ProcessError, StartupBarrier, wait_for_all
 from moe_jax.errors import ConfigError
 from moe_jax.parallel.mesh import found_devices
@@ -214,12 +214,6 @@ def from_process(source: int, value: Any) -> Any:
     return json.loads(allgather_rows(np.frombuffer(text.ljust(length)[:length], np.uint8))[source].tobytes())
 
 
-def nodes() -> list[int]:
-    """Number the nodes of processes, which fail together: a node is a host or, if all are on one host, a process."""
-    hosts = allgather(zlib.crc32(socket.gethostname().encode()))
-    return hosts if len(set(hosts)) > 1 else list(range(len(hosts)))
-
-
 def read_alike(read: Callable[[], T], name: str) -> T:
     """Return `read()`, which must be the same on all processes; all of them call it. `name` is for messages.
 
@@ -305,6 +299,7 @@ def _join(coordinator: str, count: int, rank: int, local_devices: Any, bind: str
         shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
         coordinator_bind_address=bind,
     )
+    pass_on_host()
 
 
 def _simulate(
