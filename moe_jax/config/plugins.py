@@ -13,6 +13,7 @@ from typing import Any
 from moe_jax.errors import ConfigError, UserError
 
 _PROJECT = (f"{Path(__file__).parents[1]}{os.sep}", "<")  # `<`: code without a file
+_ARRAYS = ("jax", "jaxlib", "numpy")  # libraries that call and are called by parts
 _INSTALLED = tuple({f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("purelib", "platlib")})
 _PYTHON = tuple({f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib", "platstdlib")})
 
@@ -71,7 +72,10 @@ def place_of(error: BaseException) -> str:
     it is the function that this package has called.
     """
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    installed = [each for each in places if each[0].startswith(_INSTALLED) and not each[0].startswith(_PROJECT)]
+    libraries = tuple(f"{folder}{name}{os.sep}" for folder in _INSTALLED for name in _ARRAYS)
+    installed = [
+        each for each in places if each[0].startswith(_INSTALLED) and not each[0].startswith((*_PROJECT, *libraries))
+    ]
     own = [each for each in places if not each[0].startswith((*_PROJECT, *_INSTALLED, *_PYTHON))]
     if not own and not installed:
         return ""
