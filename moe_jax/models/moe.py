@@ -60,8 +60,8 @@ def route(
 
     Router logits are computed in float32. `capacity` (None: all) is what earlier parts of the batch left.
     `router_inputs` is what the gate reads besides features, if it does. `sequences` is how many sequences the tokens
-    belong to; None: nothing is balanced per sequence. `slot_E` is the slot of each expert; None: slots are in the order
-    of experts (`models/placement.py`).
+    belong to; None: nothing is balanced per sequence. `slot_E` is the position of each expert; None: positions are in
+    the order of experts (`models/placement.py`).
     """
     h_TD = hooks_of(moe).before_layer(h_TD)
     decision, logit_TE = gate_of(moe)(params, h_TD, router_inputs, moe)
