@@ -98,7 +98,16 @@ def test_the_policy_begins_with_the_first_microbatch(examples: list[str]) -> Non
 
 
 FLAT = EXCHANGES["flat"]
-BROKEN = Exchange(FLAT.start, lambda under_way, ranks: 1 // 0)
+
+
+def divide() -> int:
+    return 1 // 0
+
+
+# the innermost line of a user's file, which is this one
+PLACE = f" (tests/test_extend.py, line {divide.__code__.co_firstlineno + 1})"
+DIVIDED = f"ZeroDivisionError: integer division or modulo by zero{PLACE}"
+BROKEN = Exchange(FLAT.start, lambda under_way, ranks: divide())
 HALF = Exchange(FLAT.start, lambda under_way, ranks: under_way[0][:1])
 WHOLE = POLICIES["unified"]
 LESS = WHOLE._replace(orders=lambda shape: {s: t[1:] for s, t in WHOLE.orders(shape).items()})
@@ -112,7 +121,7 @@ MORE = WHOLE._replace(
     ("name", "message"),
     [
         ("LINES", "is of type int: name a moe_jax.parallel.all_to_all.Exchange"),
-        ("BROKEN", "cannot be traced on 4 ranks (ZeroDivisionError: integer division or modulo by zero): fix it"),
+        ("BROKEN", f"cannot be traced on 4 ranks ({DIVIDED.removesuffix(PLACE)}){PLACE}: fix it"),
         ("HALF", "makes bfloat16[1, 3] of bfloat16[4, 3] on 4 ranks: it must be the same"),
     ],
 )
@@ -133,6 +142,19 @@ def test_a_module_that_cannot_be_imported_is_told(tmp_path: Path, monkeypatch: p
         "schedule.policy=unfinished:POLICY: importing unfinished ends with SyntaxError: '(' was never closed "
         "(unfinished.py, line 1): fix it"
     )
+
+
+def test_an_error_in_another_file_of_the_user_names_that_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sums.py").write_text("import jax.numpy as jnp\n\ndef add(x):\n    return jnp.reshape(x, (5, 7))\n")
+    (tmp_path / "own.py").write_text("import sums\n\ndef choose(logit_TE, moe):\n    return sums.add(logit_TE)\n")
+    (tmp_path / "undefined.py").write_text("one = 1\ntwo = tow\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with monkeypatch.context() as inside:
+        inside.chdir(tmp_path)
+        with pytest.raises(ConfigError, match=r" ends with TypeError: cannot reshape .* \(sums.py, line 4\): it must "):
+            gate_of(MoEConfig(gate="own:choose"))
+    with pytest.raises(ConfigError, match=rf" \({re.escape(str(tmp_path))}/undefined.py, line 2\): fix it"):
+        load_part("model.moe.gate", "undefined:choose", {})
 
 
 def test_settings_know_every_part() -> None:
@@ -180,7 +202,7 @@ GATES = {
         f"ends with TypeError: <lambda>() takes 1 positional argument but 2 were given: {GATE}",
     ),
     "nothing": (lambda logit_TE, moe: None, "returns NoneType: return a moe_jax.models.gates.choice.TopKRouting"),
-    "fails": (lambda logit_TE, moe: 1 // 0, f"ends with ZeroDivisionError: integer division or modulo by zero: {GATE}"),
+    "fails": (lambda logit_TE, moe: divide(), f"ends with {DIVIDED}: {GATE}"),
     "flat": (
         lambda logit_TE, moe: softmax.choose(logit_TE, moe)._replace(weight_Tk=logit_TE[:, 0]),
         "makes weight_Tk float32[9] of 9 tokens' logits: it must be float32[9, 2]",
@@ -205,8 +227,8 @@ POLICY = {
         f"orders returns no lists of tasks by stream: {TASKS}",
     ),
     "broken": (
-        WHOLE._replace(orders=lambda shape: 1 // 0),
-        f"orders ends with ZeroDivisionError: integer division or modulo by zero: {TASKS}",
+        WHOLE._replace(orders=lambda shape: divide()),
+        f"orders ends with {DIVIDED}: {TASKS}",
     ),
 }
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 import moe_jax
-from moe_jax.config import facts, registry
+from moe_jax.config import Config, facts, registry
 from moe_jax.config.facts import Facts, GateFacts, PolicyFacts
 from moe_jax.config.registry import EXCHANGE_FACTS, GATE_FACTS, Registry
+from moe_jax.errors import ConfigError
 from moe_jax.plan.exchange import ALGORITHMS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extend.md").read_text()
@@ -165,3 +166,48 @@ def test_a_wrong_declaration_names_its_file(source: str, message: str) -> None:
     with pytest.raises(TypeError) as error:
         GATE_FACTS.declared("wrong", f"import jax\n{source}")
     assert str(error.value) == f"moe_jax.models.gates.wrong: FACTS{message}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "lines", "missing"),
+    [
+        ("GATE_FACTS", "FACTS = GateFacts()", "GATE"),
+        ("GATE_FACTS", "FACTS = GateFacts()\nGATE: Gate = of_logits(choose)", None),
+        ("GATE_FACTS", "if True:\n    from other import choose as GATE\nFACTS = GateFacts()", None),
+        ("POLICY_FACTS", "FACTS = PolicyFacts()\nprint(POLICY)", "POLICY"),
+        ("EXCHANGE_FACTS", "FACTS = ExchangeFacts()\ndef start(x, ranks): ...", "finish"),
+        ("EXCHANGE_FACTS", "FACTS = ExchangeFacts(ragged=True)", None),
+        ("REDUCTION_FACTS", "FACTS = ReductionFacts()\nscatter, other = 1, 2", "reduce"),
+        ("REDUCTION_FACTS", "FACTS = ReductionFacts(only_starts=True)", "start and no start_scatter and no finish"),
+        ("PIPELINE_FACTS", "FACTS = PipelineFacts()\norder = gpipe.order", None),
+    ],
+)
+def test_a_part_that_lacks_what_its_kind_defines_is_refused_by_file(
+    kind: str, lines: str, missing: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    like = REGISTRIES[kind]
+    folder = tmp_path.joinpath(*like._package.split(".")[1:])
+    folder.mkdir(parents=True)
+    (folder / "mine.py").write_text(lines)
+    monkeypatch.setattr(registry, "files", lambda package: tmp_path)
+    found = Registry(like._package, like._kind, like._defines)
+    assert list(found) == ["mine"]
+    if missing is None:
+        found.check()
+        return
+    assert found.modules() == {}, "it is not imported, so that the commands start and can say what is wrong"
+    with pytest.raises(ConfigError) as error:
+        found.check()
+    assert str(error.value) == (
+        f"{like._package.replace('.', '/')}/mine.py declares FACTS and defines no {missing}: add it (docs/extend.md), "
+        "or remove FACTS if the file is no part"
+    )
+
+
+def test_every_config_asks_every_registry() -> None:
+    assert list(registry.REGISTRIES) == list(REGISTRIES.values())
+    with pytest.MonkeyPatch.context() as patch:
+        asked: list[Registry] = []
+        patch.setattr(Registry, "check", lambda each: asked.append(each))
+        Config()
+    assert asked == list(registry.REGISTRIES)

@@ -47,7 +47,7 @@ class Record:
 
     @property
     def slots(self) -> int | None:
-        """Slots per block, if the state has a placement of experts of its own; None: experts are in their order."""
+        """Positions of experts per block, if the state has a placement of its own; None: experts are in their order."""
         found = (self.leaves.get(f"placement.{name}") for name in ("slot_ME", "expert_MS"))
         return next((leaf.shape[1] for leaf in found if leaf), None)
 

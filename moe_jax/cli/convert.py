@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from moe_jax.checkpoint.checksums import digest_program
@@ -99,7 +99,7 @@ def _import(arguments: argparse.Namespace) -> None:
         )
         _check_disk_space(run, sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes)))
         params = source_params(config, shapes)
-        step = jax.device_put(jnp.int32(0), NamedSharding(mesh, REPLICATED))
+        step = jax.device_put(np.int32(0), NamedSharding(mesh, REPLICATED))
         with all_or_nothing(run) if processes.is_main_process() else nullcontext():
             _write_run(run, source, config, {"step": step, "params": params})
 

@@ -12,6 +12,7 @@ import numpy as np
 from moe_jax.config.ranges import CLUSTER, SIMULATED, Range, check_number
 from moe_jax.distributed import processes
 from moe_jax.distributed.failures import fail_fast
+from moe_jax.distributed.hosts import hosts
 from moe_jax.errors import CommandParser, run_command
 from moe_jax.files.atomic import check_writable
 from moe_jax.measure.microbench import compile_all, curves_of, memory_bytes, times_of
@@ -66,7 +67,7 @@ def measure(kinds: list[str], quick: bool, rounds: int, node_devices: int | None
     """Measure all curves. Every process must call it. Raises ProfileError."""
     platform = jax.devices()[0].platform
     if node_devices is None:
-        node_devices = ranks_per_node(np.array(jax.devices()), 0)
+        node_devices = ranks_per_node(np.array(jax.devices()), 0, hosts=hosts())
     if jax.device_count() % node_devices:
         raise ProfileError(
             f"--node-devices={node_devices} does not divide the {jax.device_count()} devices: use {_divisors()}"

@@ -31,6 +31,7 @@ SEQUENCE = 2**24  # tokens
 LARGE = 1e6  # factors
 FINITE = 1e30  # a number that float32 can represent
 
+BUCKET = Range(1e-4, LARGE)  # 10⁶ bytes; a smaller bucket costs more than its transfer
 SEEDS = Range(0, ANY)
 SAMPLED = Range(0, 2**16)  # tokens
 SIMULATED = Range(1, 512)  # devices; each has several threads, and a copy of every replicated array

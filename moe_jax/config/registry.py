@@ -3,17 +3,17 @@
 The file of a gate declares `FACTS = GateFacts(...)`, and files of other kinds declare the facts of their kind. Settings
 and plans need these facts but must not import jax, which the files of gates and exchanges import. Therefore the
 registry parses the source, and evaluates only the value assigned to `FACTS`: plain values, and names of
-`config/facts.py`. A file without `FACTS` is a helper, not a part. The packages of the parts import the files
-themselves, with `modules`.
+`config/facts.py`. A file without `FACTS` is a helper, not a part. A file with `FACTS` must also define the names of its
+kind, such as `GATE`. The packages of the parts import the files themselves, with `modules`.
 """
 
 import ast
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from importlib.resources import files
 from types import ModuleType
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from moe_jax.config import facts as declarations
 from moe_jax.config.facts import (
@@ -26,30 +26,33 @@ from moe_jax.config.facts import (
     PolicyFacts,
     ReductionFacts,
 )
+from moe_jax.errors import ConfigError
 
 F = TypeVar("F", bound=Facts)
 _NAME = "FACTS"
 
 
 class Part(NamedTuple, Generic[F]):
-    """The file name of a part, without `.py`, and its declaration."""
+    """The file name of a part, without `.py`, its declaration, and the names that the file fails to define."""
 
     file: str
     facts: F
+    missing: tuple[str, ...]
 
 
 class Registry(Mapping[str, F]):
     """The facts of all parts of a kind, by name, in the order of `Facts.listed`."""
 
-    def __init__(self, package: str, kind: type[F]):
-        self._package, self._kind = package, kind
+    def __init__(self, package: str, kind: type[F], defines: Callable[[F], tuple[str, ...]]):
+        """`defines` gives the names that the file of a part with these facts must define."""
+        self._package, self._kind, self._defines = package, kind, defines
 
     @cached_property
     def _parts(self) -> Mapping[str, Part[F]]:
         _, *folders = self._package.split(".")
         sources = {each.name.removesuffix(".py"): each for each in files("moe_jax").joinpath(*folders).iterdir()}
         parts = [
-            (facts.name or file, Part(file, facts))
+            (facts.name or file, Part(file, facts, self.missing(facts, sources[file].read_text("utf-8"))))
             for file in sorted(name for name, each in sources.items() if each.name.endswith(".py"))
             if (facts := self.declared(file, sources[file].read_text("utf-8")))
         ]
@@ -72,6 +75,21 @@ class Registry(Mapping[str, F]):
             raise TypeError(f"{where} must be a {self._kind.__name__}, not {type(facts).__name__}")
         return facts
 
+    def missing(self, facts: F, source: str) -> tuple[str, ...]:
+        """Return the names that a file must define for its facts, and does not."""
+        defined = {*_defined(ast.parse(source).body)}
+        return tuple(name for name in self._defines(facts) if name not in defined)
+
+    def check(self) -> None:
+        """Raise ConfigError for a part whose file does not define what it must."""
+        for part in self._parts.values():
+            if part.missing:
+                file = f"{self._package.replace('.', '/')}/{part.file}.py"
+                raise ConfigError(
+                    f"{file} declares {_NAME} and defines no {' and no '.join(part.missing)}: add it (docs/extend.md), "
+                    f"or remove {_NAME} if the file is no part"
+                )
+
     def __getitem__(self, name: str) -> F:
         return self._parts[name].facts
 
@@ -86,8 +104,12 @@ class Registry(Mapping[str, F]):
         return self[name] if name in self else self._kind()
 
     def modules(self) -> dict[str, ModuleType]:
-        """Import the modules of all parts and return them by the parts' names."""
-        return {name: importlib.import_module(f"{self._package}.{part.file}") for name, part in self._parts.items()}
+        """Import the modules of all parts that are complete, and return them by the parts' names.
+
+        `check` reports the others, once a command can answer in one line.
+        """
+        whole = {name: part.file for name, part in self._parts.items() if not part.missing}
+        return {name: importlib.import_module(f"{self._package}.{file}") for name, file in whole.items()}
 
 
 def _assigned(source: str) -> ast.expr | None:
@@ -99,6 +121,21 @@ def _assigned(source: str) -> ast.expr | None:
             case ast.AnnAssign(target=ast.Name(id=name), value=value) if name == _NAME:
                 return value
     return None
+
+
+def _defined(statements: Iterable[ast.stmt]) -> Iterator[str]:
+    """Yield the names that the statements of a module define or import, also in branches."""
+    for statement in statements:
+        match statement:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                yield from (each.asname or each.name for each in names)
+            case ast.If(body=body, orelse=orelse) | ast.Try(body=body, orelse=orelse):
+                yield from _defined([*body, *orelse])
+            case _:
+                stored = (each for each in ast.walk(statement) if isinstance(each, ast.Name))
+                yield from (each.id for each in stored if isinstance(each.ctx, ast.Store))
 
 
 def _value(expression: ast.expr) -> object:
@@ -120,10 +157,25 @@ def _value(expression: ast.expr) -> object:
 NO_HOOKS = "none"  # the value of model.moe.hooks for no hooks
 OPEN_EXCHANGE = "auto"  # the value of exchange.algorithm for a choice that depends on the devices
 
-GATE_FACTS = Registry("moe_jax.models.gates", GateFacts)
-DISPATCHER_FACTS = Registry("moe_jax.models.dispatchers", DispatcherFacts)
-HOOKS_FACTS = Registry("moe_jax.models.hooks", HooksFacts)
-EXCHANGE_FACTS = Registry("moe_jax.parallel.all_to_all", ExchangeFacts)
-REDUCTION_FACTS = Registry("moe_jax.parallel.reductions", ReductionFacts)
-POLICY_FACTS = Registry("moe_jax.schedule.policies", PolicyFacts)
-PIPELINE_FACTS = Registry("moe_jax.schedule.pipelines", PipelineFacts)
+GATE_FACTS = Registry("moe_jax.models.gates", GateFacts, lambda _: ("GATE",))
+DISPATCHER_FACTS = Registry("moe_jax.models.dispatchers", DispatcherFacts, lambda _: ("DISPATCHER",))
+HOOKS_FACTS = Registry("moe_jax.models.hooks", HooksFacts, lambda _: ("HOOKS",))
+EXCHANGE_FACTS = Registry(
+    "moe_jax.parallel.all_to_all", ExchangeFacts, lambda facts: () if facts.ragged else ("start", "finish")
+)
+REDUCTION_FACTS = Registry(
+    "moe_jax.parallel.reductions",
+    ReductionFacts,
+    lambda facts: ("start", "start_scatter", "finish") if facts.only_starts else ("reduce", "scatter"),
+)
+POLICY_FACTS = Registry("moe_jax.schedule.policies", PolicyFacts, lambda _: ("POLICY",))
+PIPELINE_FACTS = Registry("moe_jax.schedule.pipelines", PipelineFacts, lambda _: ("order",))
+REGISTRIES: tuple[Registry[Any], ...] = (
+    GATE_FACTS,
+    DISPATCHER_FACTS,
+    HOOKS_FACTS,
+    EXCHANGE_FACTS,
+    REDUCTION_FACTS,
+    POLICY_FACTS,
+    PIPELINE_FACTS,
+)

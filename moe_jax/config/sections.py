@@ -15,6 +15,7 @@ from moe_jax.config.ranges import (
     ALONG_AXIS,
     ANY,
     BLOCKS,
+    BUCKET,
     CLUSTER,
     EXPERTS,
     FINITE,
@@ -319,7 +320,7 @@ class ScheduleConfig:
     weight_grad: Literal["inline", "greedy"] = "inline"
     grad_reduce: Literal["end", "block", "bucketed"] = "end"  # when gradients are summed over devices
     # largest bucket of a bucketed reduction, 10⁶ bytes; null: a whole matrix
-    bucket_cap_mb: float | None = number(None, Range(0, LARGE, above=True))
+    bucket_cap_mb: float | None = number(None, BUCKET)
     # rates for the estimated times of tasks: 10¹² flop/s of a device; null: typical of the platform
     device_tflops: float | None = number(None, Range(0, FINITE, above=True))
     link_gb_per_s: float | None = number(None, Range(0, FINITE, above=True))  # 10⁹ byte/s; null: typical
@@ -495,7 +496,8 @@ class MigrationConfig:
     patience: int = number(2, Range(1, ANY))  # checks in a row that find a block above the threshold before a move
     # steps (at most those that the run has left) in which a move must save the time that it takes; null: moves are free
     payback_steps: int | None = number(1000, Range(1, ANY))
-    replicas: int = number(0, Range(0, PARTS))  # extra slots of each expert rank, for copies of other ranks' experts
+    # extra positions of each expert rank, for copies of other ranks' experts
+    replicas: int = number(0, Range(0, PARTS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -552,11 +554,11 @@ class Sections:
 
     @property
     def replicas(self) -> int:
-        """The number of each expert rank's slots for copies of other ranks' experts."""
+        """The number of each expert rank's positions for copies of other ranks' experts."""
         return self.migration.replicas if self.migration.enabled else 0
 
     def expert_slots(self, sizes: Mapping[str, int]) -> int:
-        """Return the slots of all ranks for the experts of one block and their copies, on a mesh of these sizes."""
+        """Return the positions of all ranks for the experts of one block and their copies, on a mesh of these sizes."""
         return self.model.moe.num_experts + self.replicas * self.mesh.expert_ranks(sizes)
 
     @property

@@ -4,7 +4,6 @@ import argparse
 import importlib.util
 import json
 import os
-import socket
 import typing
 import zlib
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from moe_jax.config.ranges import CLUSTER, check_number
 from moe_jax.config.validate import nearest_multiples
 from moe_jax.distributed.address import split_address
 from moe_jax.distributed.host_memory import keep_freed_memory
+from moe_jax.distributed.hosts import pass_on_host
 from moe_jax.distributed.startup_barrier import ProcessError, StartupBarrier, wait_for_all
 from moe_jax.errors import ConfigError
 from moe_jax.parallel.mesh import found_devices
@@ -41,6 +41,11 @@ NO_UNROLLING = {
     "--xla_backend_extra_options": "xla_cpu_disable_loop_unrolling"
 }  # programs are as fast, and compile faster
 OLDER_EMITTERS = {"--xla_cpu_use_fusion_emitters": "false"} if jax.__version_info__ < (0, 11) else {}
+# the variables from which jax reads the number of this process, among all and on its host
+_RANKS = {
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "SLURM": ("SLURM_PROCID", "SLURM_LOCALID"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +153,7 @@ def initialize(
         bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", options.coordinator)
         _join(options.coordinator, num_processes or 1, options.process_id or 0, None, bind, options.join_timeout_s)
     elif cluster is not None and (options.mode == "on" or num_processes != 1):
-        _join_cluster(options.join_timeout_s)
+        _join_cluster(cluster, options.join_timeout_s)
     if not jax.distributed.is_initialized():  # with several processes, settings are compared first
         found_devices()
 
@@ -157,22 +162,30 @@ def detect_cluster(environ: Mapping[str, str], tpu: bool) -> ClusterManager | No
     """Detect the cluster that jax would join, in jax's order, but without network requests.
 
     `tpu` is whether jax will use TPUs. jax itself would ask the metadata server or the Kubernetes API even if there is
-    only one process.
+    only one process. Raises ProcessError if a variable has no valid number of processes.
     """
     if "OMPI_MCA_orte_hnp_uri" in environ:
-        return ClusterManager("Open MPI", int(environ["OMPI_COMM_WORLD_SIZE"]))
+        return ClusterManager("Open MPI", _count(environ, "OMPI_COMM_WORLD_SIZE"))
     slurm = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
     if all(name in environ for name in slurm):
-        return ClusterManager("SLURM", int(environ["SLURM_NTASKS"]))
+        return ClusterManager("SLURM", _count(environ, "SLURM_NTASKS"))
     hosts = environ.get("TPU_PROCESS_ADDRESSES", environ.get("TPU_WORKER_HOSTNAMES"))
     if tpu and hosts is not None:
-        return ClusterManager("TPU", len(hosts.split(",")) * int(environ.get("MEGASCALE_NUM_SLICES") or 1))
+        slices = _count(environ, "MEGASCALE_NUM_SLICES") if environ.get("MEGASCALE_NUM_SLICES") else 1
+        return ClusterManager("TPU", len(hosts.split(",")) * slices)
     if tpu and "TPU_SKIP_MDS_QUERY" not in environ:  # jax sets it if there is no TPU chip
         return ClusterManager("TPU", None)
     # Every pod has the first variable; only those of an indexed job have peers.
     if {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environ.keys() and importlib.util.find_spec("kubernetes"):
         return ClusterManager("Kubernetes", None)
     return None
+
+
+def check_ranks(environ: Mapping[str, str], cluster: ClusterManager) -> None:
+    """Raise ProcessError if a variable from which jax reads the number of this process has no valid number."""
+    for name in _RANKS.get(cluster.name, ()):
+        if not 0 <= _integer(environ, name) < (cluster.num_processes or 0):
+            raise _invalid(environ, name, f"a number in 0..{(cluster.num_processes or 0) - 1}")
 
 
 def is_main_process() -> bool:
@@ -201,12 +214,6 @@ def from_process(source: int, value: Any) -> Any:
     return json.loads(allgather_rows(np.frombuffer(text.ljust(length)[:length], np.uint8))[source].tobytes())
 
 
-def nodes() -> list[int]:
-    """Number the nodes of processes, which fail together: a node is a host or, if all are on one host, a process."""
-    hosts = allgather(zlib.crc32(socket.gethostname().encode()))
-    return hosts if len(set(hosts)) > 1 else list(range(len(hosts)))
-
-
 def read_alike(read: Callable[[], T], name: str) -> T:
     """Return `read()`, which must be the same on all processes; all of them call it. `name` is for messages.
 
@@ -225,20 +232,54 @@ def read_alike(read: Callable[[], T], name: str) -> T:
     return typing.cast(T, found)
 
 
-def _join_cluster(timeout_s: float) -> None:
-    """Join the run with the parameters that jax detects on its cluster."""
-    own_devices = os.environ.get("JAX_LOCAL_DEVICE_IDS")
-    coordinator, count, rank, devices = clusters.ClusterEnv.auto_detect_unset_distributed_params(
-        os.environ.get("JAX_COORDINATOR_ADDRESS"),
-        None,
-        None,
-        [int(text) for text in own_devices.split(",")] if own_devices else None,
-        None,
-        round(timeout_s),
+def _integer(environ: Mapping[str, str], name: str) -> int:
+    """Return the number in a variable, or -1 if it has none."""
+    text = environ.get(name, "")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else -1
+
+
+def _count(environ: Mapping[str, str], name: str) -> int:
+    """Return the number of processes in a variable. Raises ProcessError."""
+    count = _integer(environ, name)
+    if not CLUSTER.least <= count <= CLUSTER.most:
+        raise _invalid(environ, name, f"a number of processes in {CLUSTER.least}..{CLUSTER.most}")
+    return count
+
+
+def _invalid(environ: Mapping[str, str], name: str, expected: str) -> ProcessError:
+    return ProcessError(
+        f"the environment variable {name}={environ.get(name, '')} must be {expected}: start with the cluster's own "
+        "command (srun, mpirun), which sets it, or use --distributed=off for a single process"
     )
+
+
+def _join_cluster(cluster: ClusterManager, timeout_s: float) -> None:
+    """Join the run with the parameters that jax detects on its cluster. Raises ProcessError."""
+    check_ranks(os.environ, cluster)
+    own_devices = os.environ.get("JAX_LOCAL_DEVICE_IDS")
+    try:
+        coordinator, count, rank, devices = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+            os.environ.get("JAX_COORDINATOR_ADDRESS"),
+            None,
+            None,
+            [int(text) for text in own_devices.split(",")] if own_devices else None,
+            None,
+            round(timeout_s),
+        )
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise ProcessError(
+            f"jax cannot read the variables of {cluster.name} or JAX_LOCAL_DEVICE_IDS={own_devices or ''} in the "
+            f"environment ({type(error).__name__}: {error}): pass --coordinator, --num-processes and --process-id, or "
+            "use --distributed=off for a single process"
+        ) from error
     if coordinator is None or count is None or rank is None:
         raise ProcessError(
             "--distributed: jax finds no coordinator here: pass --coordinator, --num-processes and --process-id"
+        )
+    if split_address(coordinator) is None:
+        raise ProcessError(
+            f"the environment gives {coordinator} as the coordinator, which must be HOST:PORT: set "
+            "JAX_COORDINATOR_ADDRESS=HOST:PORT, or pass --coordinator, --num-processes and --process-id"
         )
     _join(coordinator, count, rank, devices, os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"), timeout_s)
 
@@ -258,6 +299,7 @@ def _join(coordinator: str, count: int, rank: int, local_devices: Any, bind: str
         shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
         coordinator_bind_address=bind,
     )
+    pass_on_host()
 
 
 def _simulate(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from moe_jax.config import MoEConfig
 from moe_jax.models.dispatchers import dispatcher_of
@@ -49,7 +49,7 @@ class RouterContext(NamedTuple):
 
     inputs: RouterInputs | None = None  # for the gate; None: it reads features only
     capacity: CapacityState | None = None  # what earlier parts of the batch left; None: all
-    slot_E: Int[Array, " E"] | None = None  # the slot of each expert (`models/placement.py`); None: in their order
+    slot_E: Int[Array, " E"] | None = None  # position of each expert (`models/placement.py`); None: in order
 
 
 FEATURES_ONLY = RouterContext()
@@ -90,7 +90,7 @@ def _prob_sum(decision: Decision, moe: MoEConfig, sequences: int | None) -> Floa
     prob_BE = decision.prob_TE.reshape(sequences, -1, moe.num_experts).sum(axis=1)
     counts = partial(tokens_per_expert, num_experts=moe.num_experts)
     count_BE = sum_over_sequences(jax.vmap(counts)(decision.expert_Tk.reshape(sequences, -1, moe.top_k)))
-    share_BE = count_BE / count_BE.sum(axis=-1, keepdims=True)
+    share_BE = share_of_pairs(count_BE)
     return (jax.lax.stop_gradient(share_BE) * prob_BE).sum(axis=0)
 
 
@@ -122,8 +122,13 @@ def balance_shares(global_count_ME: Int[Array, "M E"], moe: MoEConfig) -> Float[
         return jnp.ones(global_count_ME.shape)  # the sums include the shares already
     if moe.load_balancing_type == "pooled":
         count_E = global_count_ME.astype(jnp.float32).sum(axis=0)  # over all blocks, which can exceed 32 bits
-        return jnp.broadcast_to(count_E / count_E.sum() / len(global_count_ME), global_count_ME.shape)
-    return global_count_ME / global_count_ME.sum(axis=-1, keepdims=True)
+        return jnp.broadcast_to(share_of_pairs(count_E) / len(global_count_ME), global_count_ME.shape)
+    return share_of_pairs(global_count_ME)
+
+
+def share_of_pairs(count: Shaped[Array, "*N E"]) -> Float[Array, "*N E"]:
+    """Return each expert's share of the (token, choice) pairs; 0 where a gate has left out every choice."""
+    return count / jnp.maximum(count.sum(axis=-1, keepdims=True), 1)
 
 
 def load_balance_loss(

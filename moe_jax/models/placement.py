@@ -1,13 +1,13 @@
-"""The placement of experts in slots. Rank r has slots r·L to (r+1)·L - 1; by default expert e is in slot e.
+"""The placement of experts on ranks. Rank r has positions r·L to (r+1)·L - 1; by default expert e is at position e.
 
-`slot_E` is the slot of each expert of a block. If experts may have copies, there are S > E slots, and `expert_S`
-describes the placement instead: the expert of each slot, E for a free slot. Code that only passes either on calls both
-slot_E.
+`slot_E` is the position of each expert of a block. If experts may have copies, there are S > E positions, and
+`expert_S` describes the placement instead: the expert of each position, E for a free position. Code that only passes
+either on calls both slot_E.
 
-Gates, counts and losses index experts. Dispatchers index slots only: a decision is renumbered for them, which changes
-neither the order of an expert's rows nor that of a token's choices.
+Gates, counts and losses index experts. Dispatchers index positions only: a decision is renumbered for them, which
+changes neither the order of an expert's rows nor that of a token's choices.
 
-E experts, L slots of each rank, M blocks with experts, R rows of a stack of blocks.
+E experts, L positions of each rank, M blocks with experts, R rows of a stack of blocks.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from moe_jax.models.gates.choice import Decision, TopKRouting, tokens_per_expert
 
 
 def first_experts(experts: int, ranks: int, replicas: int) -> NDArray[np.int32]:
-    """Return `expert_S` without copies: experts in order, and the last slots of each rank free."""
+    """Return `expert_S` without copies: experts in order, and the last positions of each rank free."""
     own_PL = np.arange(experts, dtype=np.int32).reshape(ranks, -1)
     return np.pad(own_PL, ((0, 0), (0, replicas)), constant_values=experts).ravel()
 
@@ -34,9 +34,9 @@ def first_experts(experts: int, ranks: int, replicas: int) -> NDArray[np.int32]:
 def in_slots(
     decision: Decision, capacity: CapacityState | None, slot_E: Int[Array, " _"] | None, moe: MoEConfig
 ) -> tuple[Decision, CapacityState | None, MoEConfig]:
-    """Renumber a decision, and what earlier parts of the batch used, from experts to slots.
+    """Renumber a decision, and what earlier parts of the batch used, from experts to positions.
 
-    Returns both with the settings of a layer that has this number of slots.
+    Returns both with the settings of a layer that has this number of positions.
     """
     if slot_E is None:
         return decision, capacity, moe
@@ -52,9 +52,9 @@ def in_slots(
 
 
 def slots_of_pairs(expert_Tk: Int[Array, "T k"], expert_S: Int[Array, " S"], experts: int) -> Int[Array, "T k"]:
-    """Return the slot of each pair. The copies of an expert take tokens in turn.
+    """Return the position of each pair. The copies of an expert take tokens in turn.
 
-    Slot S means no expert: the token skips this choice.
+    Position S means no expert: the token skips this choice.
     """
     copies_E = tokens_per_expert(expert_S[:, None], experts)
     slot_S = jnp.argsort(expert_S)  # makes copies of an expert neighbours
@@ -66,7 +66,7 @@ def slots_of_pairs(expert_Tk: Int[Array, "T k"], expert_S: Int[Array, " S"], exp
 
 
 def first_slots(slot_ME: Int[Array, "M _"], experts: int) -> Int[Array, "M E"]:
-    """Return the slot of each expert; of an expert with copies, the slot of the first."""
+    """Return the position of each expert; of an expert with copies, the position of the first."""
     if slot_ME.shape[1] == experts:
         return slot_ME
     return jnp.argmax(slot_ME[:, None, :] == jnp.arange(experts)[:, None], axis=2)
@@ -85,7 +85,7 @@ def moe_blocks(stages: Stages) -> list[tuple[int, int, int]]:
 
 
 def by_expert(tree: Any, slot_ME: Int[Array, "M _"], stages: Stages) -> Any:
-    """Reorder experts from slots to the order of experts, with one copy of each.
+    """Reorder experts from positions to the order of experts, with one copy of each.
 
     `tree` holds parameters, or a state that is laid out like parameters.
     """
@@ -103,12 +103,12 @@ def by_expert(tree: Any, slot_ME: Int[Array, "M _"], stages: Stages) -> Any:
 
 
 def by_slot(tree: Any, expert_S: Int[Array | np.ndarray, " S"]) -> Any:
-    """Do the inverse, where all blocks have the same placement: reorder experts to slots, with 0 in free ones."""
+    """Do the inverse, where all blocks have the same placement: reorder experts to positions, with 0 at free ones."""
     return map_experts(lambda _, leaf: jnp.take(leaf, expert_S, axis=1, mode="fill", fill_value=0), tree)
 
 
 def slot_shapes(shapes: Any, slots: int) -> Any:
-    """Return the shapes of parameters with `slots` slots of experts, sharded as before."""
+    """Return the shapes of parameters with `slots` positions of experts, sharded as before."""
 
     def with_slots(_: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((x.shape[0], slots, *x.shape[2:]), x.dtype, sharding=x.sharding)

@@ -18,6 +18,7 @@ from moe_jax.config.attention_kernels import Capability, kernel_of
 from moe_jax.config.layer_layout import Segment, segments
 from moe_jax.config.registry import EXCHANGE_FACTS, OPEN_EXCHANGE, REDUCTION_FACTS
 from moe_jax.config.validate import check_context_split, check_node_split, check_tensor_split
+from moe_jax.distributed.hosts import hosts
 from moe_jax.errors import ConfigError
 from moe_jax.models import moe as moe_layer
 from moe_jax.models.attention import attend
@@ -85,7 +86,8 @@ class ComputeConfig:
         check_context_split(config, mesh.shape[Axis.CONTEXT], mesh.shape[Axis.TENSOR])
         size, per_node = config.mesh.expert_ranks(mesh.shape), config.exchange.ranks_per_node
         if per_node is None:
-            per_node = ranks_per_node(mesh.devices, *map(mesh.axis_names.index, config.mesh.expert_axes))
+            dims = map(mesh.axis_names.index, config.mesh.expert_axes)
+            per_node = ranks_per_node(mesh.devices, *dims, hosts=hosts())
         check_node_split(per_node, config.mesh, mesh.shape)
         exchange = exchange_of(config, platform, mesh.shape[Axis.TENSOR])
         if exchange in BY_NODE and per_node in (1, size):  # nothing to gain

@@ -1,6 +1,6 @@
 """Transfer of experts between ranks: their parameters travel from device to device, inside `shard_map`.
 
-P expert ranks, L slots of each, R rows of a stack of blocks on this pipeline stage, S stages, at most n rounds.
+P expert ranks, L positions of each, R rows of a stack of blocks on this pipeline stage, S stages, at most n rounds.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ Index = jax.Array | np.ndarray
 class PhysicalSlot(NamedTuple):
     """The expert that each rank sends in one direction, and whether another expert replaces it.
 
-    If a rank has none to send, the slot is arbitrary. At half the ring, `down` equals `up`.
+    If a rank has none to send, the position is arbitrary. At half the ring, `down` equals `up`.
     """
 
     row: Int[Array | np.ndarray, "*nSP"]
-    slot: Int[Array | np.ndarray, "*nSP"]  # among the rank's own slots
+    slot: Int[Array | np.ndarray, "*nSP"]  # among the rank's own positions
     receives: Bool[Array | np.ndarray, "*nSP"]  # whether the expert from the other direction is stored there
 
 
@@ -52,8 +52,9 @@ def encode(
 ) -> TransferRounds:
     """Encode at most `max_rounds` rounds as arrays.
 
-    A round is a shift and moves [stage, row, first slot, second slot, whether the first slot receives the expert of the
-    second, whether the second slot receives the expert of the first]. Slots are numbered over all ranks.
+    A round is a shift and moves [stage, row, first position, second position, whether the first position receives the
+    expert of the second, whether the second position receives the expert of the first]. Positions are numbered over all
+    ranks.
     """
     shift, size = np.ones(max_rounds, np.int32), (max_rounds, stages, ranks)
     up, down = (
@@ -111,9 +112,9 @@ def _send(
     distance: int,
     axis: Axes,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the experts to store in the slots that were sent up and down.
+    """Return the experts to store at the positions that were sent up and down.
 
-    Both may be the `same` slot; the caller writes the one for down last.
+    Both may be the `same` position; the caller writes the one for down last.
     """
     ranks = jax.lax.axis_size(axis)
     up = [(rank, (rank + distance) % ranks) for rank in range(ranks)]
@@ -134,7 +135,7 @@ def read_expert(leaves: Leaves, row: Index, slot: Index) -> Float[Array, " n"]:
 
 
 def write_expert(leaves: Leaves, row: Index, slot: Index, expert: Float[Array, " n"]) -> Leaves:
-    """Return the leaves with another expert in a slot."""
+    """Return the leaves with another expert at a position."""
     sizes = [leaf[0, 0].size for leaf in leaves]
     parts = jnp.split(expert, np.cumsum(sizes)[:-1].tolist())
     return [

@@ -1,7 +1,7 @@
 """The ranks that exchange rows along a mesh axis, and which of them share a node."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -61,19 +61,25 @@ class Ranks(NamedTuple):
         return np.arange(self.size()).reshape(-1, self.per_node)
 
 
-def ranks_per_node(devices: np.ndarray, *dims: int) -> int:
+def ranks_per_node(devices: np.ndarray, *dims: int, hosts: Sequence[int] = ()) -> int:
     """Return the size of the largest groups of neighbouring ranks that lie in one node each.
 
     `dims` are the dimensions of the mesh's devices over which the ranks run, as one. A node is a set of devices that
     fast links connect, as far as the devices report it: a slice if there are several; in one slice of TPUs a line of
-    its torus, on which neighbours differ in one coordinate; otherwise a process.
+    its torus, on which neighbours differ in one coordinate; otherwise a host. `hosts` has a number for the host of each
+    process; a process that it lacks, as of devices that are only compiled for, has a host of its own.
     """
+
+    def host_of(device: Any) -> tuple[bool, int]:
+        process = device.process_index
+        return (True, hosts[process]) if process < len(hosts) else (False, process)
+
     last = np.moveaxis(devices, dims, range(-len(dims), 0))
     lines = last.reshape(-1, math.prod(last.shape[-len(dims) :]))
     changes = _changes(lines, lambda device: getattr(device, "slice_index", 0))
     if not changes and all(device.platform == "tpu" for device in lines.flat):
         return _line_of_torus(lines)
-    return math.gcd(lines.shape[1], *(changes or _changes(lines, lambda device: device.process_index)))
+    return math.gcd(lines.shape[1], *(changes or _changes(lines, host_of)))
 
 
 def _changes(lines: np.ndarray, node_of: Callable[[Any], Any]) -> list[int]:

@@ -1,7 +1,7 @@
 """Experts with copies on several ranks: all copies are updated with the sum of their gradients, inside `shard_map`.
 
-P expert ranks, S slots in total, L = S/P on each rank; E experts, where the number E marks a free slot; R rows of a
-stack of blocks on this pipeline stage.
+P expert ranks, S positions in total, L = S/P on each rank; E experts, where the number E marks a free position; R rows
+of a stack of blocks on this pipeline stage.
 """
 
 import jax
@@ -28,7 +28,7 @@ def all_reduce_replicated_experts(
     own_RL = jax.lax.dynamic_slice_in_dim(expert_RS, jax.lax.axis_index(axis) * local_slots, local_slots, axis=1)
     copies_RE = jnp.sum(expert_RS[:, :, None] == jnp.arange(experts), axis=1)
     has_copies_RE = copies_RE > 1
-    most = rows * min(slots - experts, experts)  # each of them occupies at least one slot more than one
+    most = rows * min(slots - experts, experts)  # each of them occupies at least one position more than one
     row_G, expert_G = jnp.nonzero(has_copies_RE, size=most)
 
     def sum_one(number: jax.Array, leaves: Leaves) -> Leaves:

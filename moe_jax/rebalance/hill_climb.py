@@ -1,8 +1,8 @@
 """Hill climbing: move and replicate experts until ranks have similar loads (Piper, section VI, algorithm 2).
 
-`expert_S` is the expert in each slot, or E in a free slot; rank r has slots r·L to (r+1)·L - 1. Shape suffixes:
-E experts, S ≥ E slots, P ranks; L = S/P slots per rank. Replicas ("copies") of an expert are on different ranks and
-share its load equally.
+`expert_S` is the expert at each position, or E at a free position; rank r has positions r·L to (r+1)·L - 1. Shape
+suffixes: E experts, S ≥ E positions, P ranks; L = S/P positions per rank. Replicas ("copies") of an expert are on
+different ranks and share its load equally.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ _GAIN = 1 - 1e-9  # a load must fall below this fraction of another to count as 
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """A placement of experts in slots, and the loads of experts, slots and ranks."""
+    """A placement of experts at positions, and the loads of experts, positions and ranks."""
 
     load_E: Sequence[float]
     expert_S: tuple[int, ...]
@@ -24,7 +24,7 @@ class ExpertPlacement:
 
     @classmethod
     def of(cls, load_E: Sequence[float], expert_S: Sequence[int], ranks: int) -> "ExpertPlacement":
-        """Compute the loads of slots and ranks from those of experts."""
+        """Compute the loads of positions and ranks from those of experts."""
         count, per_rank = Counter(expert_S), len(expert_S) // ranks
         load_S = tuple(load_E[expert] / count[expert] if expert < len(load_E) else 0.0 for expert in expert_S)
         load_P = tuple(sum(load_S[rank * per_rank : (rank + 1) * per_rank]) for rank in range(ranks))
@@ -32,7 +32,7 @@ class ExpertPlacement:
 
     @property
     def no_expert(self) -> int:
-        """The number in `expert_S` of a free slot."""
+        """The number in `expert_S` of a free position."""
         return len(self.load_E)
 
     @property
@@ -45,7 +45,7 @@ class ExpertPlacement:
         return sorted(range(len(self.load_P)), key=lambda rank: self.load_P[rank])
 
     def slots_of(self, rank: int) -> range:
-        """Return the slots of a rank."""
+        """Return the positions of a rank."""
         per_rank = len(self.expert_S) // len(self.load_P)
         return range(rank * per_rank, (rank + 1) * per_rank)
 
@@ -54,13 +54,13 @@ class ExpertPlacement:
         return {self.expert_S[slot] for slot in self.slots_of(rank)} - {self.no_expert}
 
     def replace(self, new: dict[int, int]) -> "ExpertPlacement":
-        """Return the placement with other experts in some slots; `new` maps slots to experts."""
+        """Return the placement with other experts at some positions; `new` maps positions to experts."""
         expert_S = [new.get(slot, expert) for slot, expert in enumerate(self.expert_S)]
         return ExpertPlacement.of(self.load_E, expert_S, len(self.load_P))
 
 
 def without_copies(expert_S: Sequence[int], experts: int) -> tuple[int, ...]:
-    """Return the slots with only the first copy of each expert; `experts` is E, which marks a free slot."""
+    """Return the positions with only the first copy of each expert; `experts` is E, which marks a free position."""
     first = {expert: slot for slot, expert in reversed([*enumerate(expert_S)])}
     return tuple(expert if first[expert] == slot else experts for slot, expert in enumerate(expert_S))
 
@@ -71,8 +71,8 @@ def hill_climb_placement(
     """Yield `expert_S` after removing copies (if there are any), after one change, two, and so on, until none helps.
 
     A change is a swap between the most and the least loaded rank, or a copy of the former's most loaded expert to a
-    free slot of the latter. If that does not help, the least loaded rank is replaced by the next more loaded one, and
-    so on, which algorithm 2 does not do. Copies are made while the load of the busiest rank is at least `threshold`
+    free position of the latter. If that does not help, the least loaded rank is replaced by the next more loaded one,
+    and so on, which algorithm 2 does not do. Copies are made while the load of the busiest rank is at least `threshold`
     times the mean: first, if no swaps can change that, or else after the last swap that helps.
     """
     placed = ExpertPlacement.of(load_E, without_copies(expert_S, len(load_E)), ranks)
@@ -115,7 +115,7 @@ def _best_swap(placed: ExpertPlacement) -> ExpertPlacement | None:
 
 
 def _best_pair(placed: ExpertPlacement, busiest: int, other: int) -> tuple[int, int] | None:
-    """Find the two slots for which a swap makes the loads of two ranks most similar; None if no swap helps."""
+    """Find the two positions for which a swap makes the loads of two ranks most similar; None if no swap helps."""
     gap = placed.load_P[busiest] - placed.load_P[other]
     best, found = gap * _GAIN, None
     here, there = placed.experts_of(busiest), placed.experts_of(other)

@@ -1,7 +1,7 @@
 """The moves that lead from one placement of experts to another, and the rounds in which they are made.
 
-`expert_S` is the expert in each slot, or E in a free slot; rank r has slots r·L to (r+1)·L - 1. Shape suffixes:
-E experts, S ≥ E slots, P ranks; L = S/P slots per rank. No rank has two copies of an expert.
+`expert_S` is the expert at each position, or E at a free position; rank r has positions r·L to (r+1)·L - 1. Shape
+suffixes: E experts, S ≥ E positions, P ranks; L = S/P positions per rank. No rank has two copies of an expert.
 """
 
 from collections import Counter
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Move(NamedTuple):
-    """A swap of the experts in two slots of different ranks or, if `copies`, a copy from the first to the second."""
+    """A swap of the experts at positions of two ranks or, if `copies`, a copy from the first to the second."""
 
     first: int
     second: int
@@ -20,11 +20,12 @@ class Move(NamedTuple):
 def moves_between(
     old_S: Sequence[int], new_S: Sequence[int], ranks: int, experts: int
 ) -> tuple[tuple[Move, ...], tuple[int, ...]]:
-    """Find few moves that give every rank the experts of its slots in `new_S`; return them and the slots afterwards.
+    """Find few moves that give every rank its experts in `new_S`; return them and the experts of all positions
+    afterwards.
 
     The moves have to be made in order. Two experts that replace each other take one move, a cycle of n ranks n - 1.
-    Slots of a rank are interchangeable, so an expert that stays on its rank keeps its slot. An expert that a rank no
-    longer needs is not erased; its slot then counts as free.
+    Positions of a rank are interchangeable, so an expert that stays on its rank keeps its position. An expert that a
+    rank no longer needs is not erased; its position then counts as free.
     """
     per_rank, slots, moves = len(old_S) // ranks, list(old_S), list[Move]()
     goal_P = [{*new_S[rank * per_rank : (rank + 1) * per_rank]} - {experts} for rank in range(ranks)]
@@ -39,12 +40,12 @@ def moves_between(
 def _next_move(slots: Sequence[int], goal_P: Sequence[set[int]], per_rank: int) -> Move | None:
     """Choose the next move; None if every rank has the experts of its goal.
 
-    Preferred is a swap that brings two experts to ranks that need them; then a copy of one to a slot of which the
+    Preferred is a swap that brings two experts to ranks that need them; then a copy of one to a position of which the
     expert is not needed elsewhere; then, in a cycle, a swap that brings one expert to a rank that needs it.
     """
     missing_P = [goal - {*slots[rank * per_rank : (rank + 1) * per_rank]} for rank, goal in enumerate(goal_P)]
     stray = [slot for slot, expert in enumerate(slots) if expert not in goal_P[slot // per_rank]]
-    missing: dict[int, list[int]] = {}  # for each expert, stray slots of the ranks that still need it
+    missing: dict[int, list[int]] = {}  # for each expert, stray positions of the ranks that still need it
     for slot in stray:
         for expert in missing_P[slot // per_rank]:
             missing.setdefault(expert, []).append(slot)
@@ -60,21 +61,21 @@ def _next_move(slots: Sequence[int], goal_P: Sequence[set[int]], per_rank: int) 
 
 
 class SlotSwap(NamedTuple):
-    """A move of a round: the rank of slot `first` sends up, that of `second` down.
+    """A move of a round: the rank of position `first` sends up, that of `second` down.
 
-    Slots are numbered over all ranks; `row` is the block's row in the stack of its pipeline stage.
+    Positions are numbered over all ranks; `row` is the block's row in the stack of its pipeline stage.
     """
 
     stage: int
     row: int
     first: int
     second: int
-    first_gets: bool  # whether slot `first` receives; else it retains its expert
+    first_gets: bool  # whether position `first` receives; else it retains its expert
     second_gets: bool
 
 
 class TransferRound(NamedTuple):
-    """Moves that are made concurrently; the rank of each second slot is `shift` above that of the first, cyclically."""
+    """Moves that are made concurrently; each second position is `shift` ranks above the first, cyclically."""
 
     shift: int
     moves: tuple[SlotSwap, ...]
@@ -88,15 +89,15 @@ class TransferRound(NamedTuple):
 
 
 def transfer_rounds(moves: Sequence[tuple[int, int, Move]], per_rank: int, ranks: int) -> tuple[TransferRound, ...]:
-    """Assign moves (stage, row, slots) to rounds: each to the first one after all earlier moves of its slots.
+    """Assign moves (stage, row, positions) to rounds: each to the first one after all earlier moves of its positions.
 
-    `per_rank` is the number of slots of a rank. In a round each rank of a stage sends at most one expert up and one
+    `per_rank` is the number of positions of a rank. In a round each rank of a stage sends at most one expert up and one
     down.
     """
     shifts: list[int] = []
     rounds: list[list[SlotSwap]] = []
     busy: list[set[tuple[int, int, str]]] = []
-    earliest: dict[tuple[int, int, int], int] = {}  # the first round in which a slot may be used again
+    earliest: dict[tuple[int, int, int], int] = {}  # the first round in which a position may be used again
     for stage, row, (first, second, copies) in moves:
         gets = not copies, True
         shift = (second // per_rank - first // per_rank) % ranks

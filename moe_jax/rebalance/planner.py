@@ -1,6 +1,7 @@
 """Plans for rebalancing: which experts to move or replicate so that ranks have similar loads, and whether it pays.
 
-`expert_S` is the expert in each slot, or E in a free slot, as in `rebalance/hill_climb.py`; E is the number of experts.
+`expert_S` is the expert at each position, or E at a free position, as in `rebalance/hill_climb.py`; E is the number of
+experts.
 """
 
 from collections import Counter

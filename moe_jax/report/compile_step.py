@@ -57,6 +57,7 @@ def compile_step(job: Job) -> tuple[str, Outcome]:
     memory = compiled.memory_analysis()
     return compiled.as_text(), Outcome(
         num_devices=mesh.size,
+        mesh={str(axis): size for axis, size in mesh.shape.items()},
         schedule=str(trainer.schedule) if trainer.schedule else None,
         compile_s=time.perf_counter() - start,
         argument_bytes=memory.argument_size_in_bytes,

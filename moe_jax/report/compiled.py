@@ -42,6 +42,7 @@ class Outcome:
     """The properties of a compiled step, without its program. Bytes are those of one device."""
 
     num_devices: int
+    mesh: dict[str, int]  # devices along each axis
     schedule: str | None  # None: autodiff and the compiler decide the order
     compile_s: float
     argument_bytes: int

@@ -1,13 +1,16 @@
 """A traced step of a run, for comparison with the predicted and the compiled step."""
 
+import math
+import re
 import statistics
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from moe_jax.checkpoint.files import PROVENANCE
 from moe_jax.config.yaml_io import load_config
-from moe_jax.files.untrusted import read_text
+from moe_jax.files.untrusted import read_json, read_text
 from moe_jax.measure.hlo import HloError, HloModule, parse
 from moe_jax.measure.tasks import action_of
 from moe_jax.measure.trace import (
@@ -25,6 +28,7 @@ from moe_jax.report.compiled import Compiled
 from moe_jax.report.compiled_text import columns, ms
 from moe_jax.schedule.schedule import Schedule
 
+_MOST_LISTED = 5  # tasks
 _WANTED = f"name the folder that log.trace_step filled, e.g. RUN/{FOLDER}/0"
 
 
@@ -34,6 +38,8 @@ class Traced(NamedTuple):
     folder: Path
     program: HloModule
     operations: list[TracedOperation]
+    num_devices: int  # of all processes
+    mesh: Mapping[str, int] | None  # devices along each axis; None if the trace is no longer in its run's folder
 
 
 class TracedStep(NamedTuple):
@@ -42,6 +48,8 @@ class TracedStep(NamedTuple):
     folder: Path
     compiled: Compiled
     operations: list[TracedOperation]
+    num_devices: int  # of the traced run
+    mesh: Mapping[str, int] | None  # of the traced run, None if unknown
 
     @property
     def step_s(self) -> float:
@@ -78,7 +86,20 @@ def read_traced(folder: Path) -> Traced:
             f"--trace {folder} is of a plain step, whose operations belong to no tasks: "
             "trace a run with schedule.policy=unified or expert_pipeline"
         )
-    return Traced(folder, program, operations)
+    partitions = re.search(r"num_partitions=(\d+)", text.partition("\n")[0])
+    num_devices = int(partitions[1]) if partitions else 1
+    return Traced(folder, program, operations, num_devices, _mesh_of_run(folder, num_devices))
+
+
+def _mesh_of_run(folder: Path, num_devices: int) -> Mapping[str, int] | None:
+    """Return the mesh of the run in whose folder a trace is; None if there is no such run with as many devices."""
+    try:
+        sizes = {
+            str(axis): int(size) for axis, size in read_json(folder.absolute().parents[1] / PROVENANCE)["mesh"].items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return None
+    return sizes if math.prod(sizes.values()) == num_devices else None
 
 
 def _steps(program: HloModule, operations: Sequence[TracedOperation]) -> int:
@@ -123,7 +144,7 @@ def measure(traced: Traced, compiled: Compiled) -> TracedStep:
             f"--trace {traced.folder} has tasks that the schedule of --config lacks, such as {min(map(str, strange))}: "
             "name the config and the overrides of the run that was traced"
         )
-    return TracedStep(traced.folder, compiled, operations)
+    return TracedStep(traced.folder, compiled, operations, traced.num_devices, traced.mesh)
 
 
 def describe_measured(measured: TracedStep) -> str:
@@ -137,9 +158,40 @@ def describe_measured(measured: TracedStep) -> str:
         ("measured step", f"{ms(measured.step_s)} ms, {measured.ratio:.3g} × the estimated one"),
         ("compute", f"{ms(_seconds(compute))} ms"),
         ("communication", f"{ms(_seconds(communication))} ms, of which hidden {ms(hidden_s)}"),
+        ("most exposed", _most_exposed(measured.operations)),
+        *_other_mesh(measured),
     ]
     title = f"── {measured.compiled.variant}, measured: device {measured.operations[0].device} of {measured.folder}"
     return f"{title}\n{columns(facts)}\n"
+
+
+def _most_exposed(operations: Sequence[TracedOperation]) -> str:
+    """Name the tasks whose communication took longest without any compute at the same time."""
+    compute = joined((each.start_s, each.end_s) for each in operations if not each.communicates)
+    spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for each in operations:
+        if each.communicates:
+            spans[each.task or each.name.rstrip(".0123456789")].append((each.start_s, each.end_s))
+    exposed_s = {task: _seconds([*compute, *own]) - _seconds(compute) for task, own in spans.items()}
+    longest = sorted((task for task in exposed_s if exposed_s[task] > 0), key=lambda task: -exposed_s[task])
+    return ", ".join(f"{task} {ms(exposed_s[task])} ms" for task in longest[:_MOST_LISTED]) or "none"
+
+
+def _other_mesh(measured: TracedStep) -> Iterator[tuple[str, str]]:
+    """Yield a line if the traced run had other devices than the compiled step, or others along some axis."""
+    there, here = (measured.num_devices, measured.mesh), measured.compiled.outcome
+    if there[0] == here.num_devices and measured.mesh in (None, here.mesh):
+        return
+    yield (
+        "another mesh",
+        f"the trace is of {_mesh_text(*there)}, and the compiled step of {_mesh_text(here.num_devices, here.mesh)}: a "
+        "device has another share of the work, so do not compare times",
+    )
+
+
+def _mesh_text(num_devices: int, mesh: Mapping[str, int] | None) -> str:
+    sizes = " × ".join(f"{axis}={size}" for axis, size in (mesh or {}).items() if size > 1)
+    return f"{num_devices} devices" + (f" ({sizes})" if sizes else "")
 
 
 def _seconds(spans: Sequence[tuple[float, float]]) -> float:

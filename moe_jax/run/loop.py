@@ -76,12 +76,14 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
     dtype = config.train.compute_dtype
     peak = cached_number(f"rate-{dtype}", lambda: matrix_flops_per_s(dtype)) if is_main_process() else math.inf
     replicator = Replicator(run, restored)
-    programs = compile_programs(run)
-    state = restored.state if restored else first_state(run, programs)
-    program = programs.step.result()  # nothing is written if the step does not compile
-    write_start(run, programs.fingerprint)
+    with replicator.released_if_refused():
+        programs = compile_programs(run)
+        state = restored.state if restored else first_state(run, programs)
+        program = programs.step.result()  # nothing is written if the step does not compile
+        write_start(run, programs.fingerprint)
     last, step = config.train.steps, run.first_step
     with (
+        replicator.released_if_refused(),
         _open_log(run) as log,
         replicator.running(log, programs.digests),
         Tracing(steps_to_trace(config, step), run.folder) as tracing,

@@ -1,6 +1,6 @@
 """The rebalancer of a run: periodic checks of the load of ranks, migration of experts, and its records and messages.
 
-M is the number of blocks with experts, E the number of experts, S the number of physical slots.
+M is the number of blocks with experts, E the number of experts, S the number of positions.
 """
 
 import dataclasses
@@ -87,7 +87,7 @@ class Rebalancer:
         return state | {"placement": placement}
 
     def _num_replicas(self, found: RebalancePlan) -> int:
-        """The number of slots with a replica, in addition to one slot for each expert."""
+        """The number of positions with a replica, in addition to one position for each expert."""
         experts = self._run.config.model.moe.num_experts
         return sum(expert < experts for expert in found.expert_S) - experts
 
@@ -150,7 +150,7 @@ class Rebalancer:
 
 
 def _experts(placement: Mapping[str, np.ndarray]) -> list[list[int]]:
-    """The expert in each physical slot [M, S]; E (the number of experts) marks a free slot."""
+    """The expert at each position [M, S]; E (the number of experts) marks a free position."""
     if "expert_MS" in placement:
         return placement["expert_MS"].tolist()
     return np.argsort(placement["slot_ME"], axis=1).tolist()

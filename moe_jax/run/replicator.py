@@ -46,13 +46,28 @@ class Replicator:
     def __init__(self, run: Run, restored: Restored | None):
         self._run, self._every, self._last = run, run.config.checkpoint.safety_copies_every, run.config.train.steps
         self._plan = run.safety if run.first_step < self._last else None
-        self._failed = False
+        self._failed = self._has_copies = False
         if self._plan is None:
             return
         self._files = _reserved(self._plan, restored, run.config.checkpoint.safety_copies_dir)
-        self._run_id = restored.run_id if restored and restored.run_id else allgather(1 + secrets.randbits(31))[0]
-        self._facts = from_process(0, record_facts(run))  # one record for all nodes: their own settings may differ
-        self._programs = _programs(self._plan, run.trainer.state_shapes)
+        with self.released_if_refused():
+            self._run_id = restored.run_id if restored and restored.run_id else allgather(1 + secrets.randbits(31))[0]
+            self._facts = from_process(0, record_facts(run))  # one record for all nodes: their own settings may differ
+            self._programs = _programs(self._plan, run.trainer.state_shapes)
+
+    @contextmanager
+    def released_if_refused(self) -> Iterator[None]:
+        """Context which releases the reserved memory if the run fails in it before it has made a copy.
+
+        The copy that the state was restored from stays, so that the run can still resume from it.
+        """
+        try:
+            yield
+        except BaseException:
+            if self._plan is not None and not self._has_copies:
+                self._files.close()
+                self._files.remove_new()
+            raise
 
     @contextmanager
     def running(self, log: RunLog, digests: BackgroundCompile) -> Iterator[None]:
@@ -111,6 +126,7 @@ class Replicator:
             self._report_failure(step, problem)
             return
         self._files.swap()
+        self._has_copies = True
         took_s, self._failed = time.perf_counter() - start, False
         if step == self._run.first_step:
             self._log.info(f"safety copies of step {step} took {human_seconds(took_s)}")

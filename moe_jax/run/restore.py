@@ -71,7 +71,7 @@ def _restore(run: Run) -> Restored:
     ranks = config.mesh.expert_ranks(sharding.mesh.shape)
     if slots is not None and slots % ranks:
         raise CheckpointError(
-            f"mesh: {ranks} expert ranks cannot share the {slots} slots that experts and their copies have in "
+            f"mesh: {ranks} expert ranks cannot share the {slots} positions that experts and their copies have in "
             f"log.dir={run.folder}: use a mesh whose expert ranks divide {slots}, or another log.dir"
         )
     saved = slot_shapes(

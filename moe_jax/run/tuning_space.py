@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from moe_jax.config import Config
+from moe_jax.config.ranges import BUCKET
 from moe_jax.config.validate import check_batch_split
 from moe_jax.distributed.processes import from_process, is_main_process
 from moe_jax.errors import ConfigError
@@ -198,7 +199,7 @@ def _bucket_caps(config: Config, mesh: Mesh) -> list[float]:
     They have three digits, rounded up so that the first value does not split the largest bucket.
     """
     largest = _largest_mb(config, mesh)
-    sizes = [float(f"{1.005 * share * largest:.3g}") for share in _BUCKET_SHARES]
+    sizes = [max(BUCKET.least, float(f"{1.005 * share * largest:.3g}")) for share in _BUCKET_SHARES]
     return list({_buckets(config, mesh, size): size for size in sizes}.values())
 
 

@@ -5,11 +5,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from moe_jax.errors import ConfigError
 from moe_jax.schedule.actions import Action, Seconds, StreamOf, is_reduction
 from moe_jax.schedule.dependencies import Needs, all_reductions
 from moe_jax.schedule.link_order import Priority
 from moe_jax.schedule.shape import StepShape
 from moe_jax.schedule.simulation import simulate_streams
+
+MAX_BUCKETS = 4096  # of a group of gradients: each is a collective, and compilers take seconds for hundreds of them
 
 
 class Bucket(NamedTuple):
@@ -28,12 +31,21 @@ def split_into_buckets(
     Buckets of a group are as equal as whole elements allow. `group_sizes` are counts of elements. The gradients of a
     group are summed over the same devices, and a bucket never spans two groups. Part c of an owner's reductions is
     bucket c. `item_bytes` is the size of an element, one number for all groups or one for each.
+
+    Raises ConfigError for more than `MAX_BUCKETS` of a group.
     """
     each = [item_bytes] * len(group_sizes) if isinstance(item_bytes, int) else item_bytes
     chunks = []
     for group, (size, num_bytes) in enumerate(zip(group_sizes, each, strict=True)):
         limit = math.inf if bucket_cap_mb is None else max(1, int(bucket_cap_mb * 1e6 / num_bytes))
         count = math.ceil(size / limit) or (1 if size else 0)
+        if count > MAX_BUCKETS:
+            least = (math.ceil(size / MAX_BUCKETS) * num_bytes // 100 + 1) / 1e4
+            raise ConfigError(
+                f"schedule.bucket_cap_mb={bucket_cap_mb} splits {size * num_bytes / 1e6:.3g} MB of gradients, which "
+                f"are summed over the same devices, into {count} buckets, more than {MAX_BUCKETS}: use {least} or "
+                "more, or null"
+            )
         bounds = [size * i // count for i in range(count + 1)] if count else []
         chunks += [Bucket(group, start, stop) for start, stop in pairwise(bounds)]
     return tuple(chunks)

@@ -10,8 +10,6 @@ import dataclasses
 import functools
 import hashlib
 import os
-import socket
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +19,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.stages import Compiled, Lowered
 
 from moe_jax.config import Config
-from moe_jax.distributed.processes import allgather, is_main_process
+from moe_jax.distributed.hosts import hosts
+from moe_jax.distributed.processes import is_main_process
 from moe_jax.measure.hlo import parse
 from moe_jax.measure.profile import estimated_profile
 from moe_jax.measure.targets import Target, target_of
@@ -81,13 +80,12 @@ def step_program(
 def target_here(trainer: Trainer) -> Target | None:
     """Return the GPUs of this run as a target for `step_program`.
 
-    Returns None for other devices, and for GPUs with unknown rates, after printing a message. All processes must call
-    this.
+    Returns None for other devices, and for GPUs with unknown rates, after printing a message.
     """
     devices = trainer.mesh.devices.flatten().tolist()
     if devices[0].platform != "gpu":
         return None
-    target = target_of(devices, allgather(zlib.crc32(socket.gethostname().encode())))
+    target = target_of(devices, hosts())
     if not trainer.kind.facts.orders_tasks:
         return target
     if _has_profile({}):

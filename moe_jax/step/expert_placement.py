@@ -1,6 +1,6 @@
 """The placement in the training state: where experts are stored, and their load since the rebalancer last ran.
 
-M blocks with experts, E experts, S slots for them, R rows of a stack of blocks, L slots of this rank.
+M blocks with experts, E experts, S positions for them, R rows of a stack of blocks, L positions of this rank.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ Placement = dict[str, jax.Array]
 
 def first_placement(model: ModelConfig, ranks: int = 1, replicas: int = 0) -> Placement:
     """Return the initial placement: experts in order, loads zero. With `replicas`, each rank has that many
-    free slots.
+    free positions.
     """
     blocks, experts = model.block_kinds.count("moe"), model.moe.num_experts
     name = "expert_MS" if replicas else "slot_ME"
@@ -41,7 +41,7 @@ def first_placement(model: ModelConfig, ranks: int = 1, replicas: int = 0) -> Pl
 
 
 def placement_shapes(model: ModelConfig, slots: int, like: NamedSharding) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes of a placement with `slots` slots per block, replicated on the mesh of `like`."""
+    """Return the shapes of a placement with `slots` positions per block, replicated on the mesh of `like`."""
     whole = NamedSharding(like.mesh, REPLICATED)
     shapes = jax.eval_shape(partial(first_placement, model, replicas=slots - model.moe.num_experts))
     return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for name, x in shapes.items()}
@@ -129,7 +129,7 @@ def experts_here(slot_ME: jax.Array | None, context: StepContext) -> list[Expert
 
 
 def _counted_once(slot_RE: jax.Array, experts: int) -> jax.Array:
-    """Return the expert in each slot. Free slots and further copies of an expert get distinct numbers from E on."""
+    """Return the expert at each position. Free ones and further copies of an expert get distinct numbers from E on."""
     if slot_RE.shape[1] == experts:
         return jnp.argsort(slot_RE, axis=1)
     slots = jnp.arange(slot_RE.shape[1])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import MoEConfig
-from moe_jax.models.moe import RouterStats, load_balance_loss
+from moe_jax.models.moe import RouterStats, load_balance_loss, share_of_pairs
 
 Metrics = dict[str, jax.Array]
 
@@ -60,14 +60,14 @@ def metrics_of(total: ObjectiveParts, norm: jax.Array, rate: jax.Array, moe: MoE
     if not total.count_ME.size:
         return metrics | {"loss": total.cross_entropy}
     auxiliary = total.auxiliary(moe)
-    pairs_M1 = total.count_ME.sum(axis=-1, keepdims=True)
-    pairs_M = pairs_M1[:, 0].astype(jnp.float32)  # the sum over blocks may exceed 32 bits
+    load_ME = share_of_pairs(total.count_ME)
+    pairs_M = total.count_ME.sum(axis=-1).astype(jnp.float32)  # the sum over blocks may exceed 32 bits
     return metrics | {
         "loss": total.cross_entropy + auxiliary,
         "load_balance_loss": total.load_balance_loss,
         "router_z_loss": total.router_z_loss,
-        "dropped_fraction": total.num_dropped_M.sum() / pairs_M.sum(),
-        "block_dropped_fraction": total.num_dropped_M / pairs_M,
-        "expert_load": total.count_ME / pairs_M1,
-        "load_max_over_mean": jnp.max(total.count_ME / pairs_M1) * moe.num_experts,
+        "dropped_fraction": total.num_dropped_M.sum() / jnp.maximum(pairs_M.sum(), 1),
+        "block_dropped_fraction": total.num_dropped_M / jnp.maximum(pairs_M, 1),
+        "expert_load": load_ME,
+        "load_max_over_mean": jnp.max(load_ME) * moe.num_experts,
     }

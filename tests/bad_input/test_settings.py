@@ -177,7 +177,12 @@ SCHEDULE = [
     (
         "chunks of nothing",
         "schedule.grad_reduce=bucketed schedule.bucket_cap_mb=0",
-        "schedule.bucket_cap_mb=0.0 must be above 0 (or null)",
+        "schedule.bucket_cap_mb=0.0 must be at least 0.0001 (or null)",
+    ),
+    (
+        "chunks of less than a number",
+        "schedule.grad_reduce=bucketed schedule.bucket_cap_mb=1e-9",
+        "schedule.bucket_cap_mb=1e-09 must be at least 0.0001 (or null)",
     ),
     (
         "chunks of no size",

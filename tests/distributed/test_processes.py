@@ -24,7 +24,14 @@ SLURM = {
     "SLURM_PROCID": "0",
     "SLURM_LOCALID": "0",
 }
+OPEN_MPI = {
+    "OMPI_MCA_orte_hnp_uri": "4096.0;tcp://localhost:1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+}
 TPU_POD = {"TPU_WORKER_HOSTNAMES": "t0,t1,t2,t3", "TPU_WORKER_ID": "1", "TPU_SKIP_MDS_QUERY": "true"}
+MULTISLICE = TPU_POD | {"MEGASCALE_NUM_SLICES": "2"}
 INDEXED_JOB = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}
 
 
@@ -50,7 +57,7 @@ def run_python(body: str) -> tuple[int, str, str]:
 def clear(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """An environment of no cluster, whatever machine the tests run on."""
     for name in os.environ:
-        if name.startswith(("SLURM_", "OMPI_", "TPU_", "MEGASCALE_", "KUBERNETES_")):
+        if name.startswith(("SLURM_", "OMPI_", "TPU_", "MEGASCALE_", "KUBERNETES_", "JAX_COORDINATOR_", "JAX_LOCAL_")):
             monkeypatch.delenv(name)
     yield monkeypatch
     assert not jax.distributed.is_initialized()
@@ -87,7 +94,7 @@ def test_flags_that_contradict_are_refused_with_a_cure(flags: list[str], told: s
         ({k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"}, False, None),  # sbatch's own shell
         ({"OMPI_MCA_orte_hnp_uri": "1;tcp://h:1", "OMPI_COMM_WORLD_SIZE": "3"}, False, ClusterManager("Open MPI", 3)),
         (TPU_POD, True, ClusterManager("TPU", 4)),
-        (TPU_POD | {"MEGASCALE_NUM_SLICES": "2"}, True, ClusterManager("TPU", 8)),
+        (MULTISLICE, True, ClusterManager("TPU", 8)),
         (TPU_POD | {"TPU_WORKER_HOSTNAMES": "localhost"}, True, ClusterManager("TPU", 1)),
         (TPU_POD, False, None),
         ({}, True, ClusterManager("TPU", None)),
@@ -99,6 +106,48 @@ def test_clusters_are_told_apart_by_the_environment(
     environ: Mapping[str, str], tpu: bool, found: ClusterManager | None
 ) -> None:
     assert detect_cluster(environ, tpu) == found
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS", "MEGASCALE_NUM_SLICES"])
+@pytest.mark.parametrize("value", ["0", "-2", "two", "2.5", "1048577", "9" * 5000])
+def test_a_variable_without_a_number_of_processes_is_refused_with_a_cure(name: str, value: str) -> None:
+    (environ,) = (each for each in (SLURM, OPEN_MPI, MULTISLICE) if name in each)
+    with pytest.raises(ProcessError, match=rf"{name}={value} must be a number of processes .*--distributed=off"):
+        detect_cluster({**environ, name: value}, tpu=True)
+
+
+@pytest.mark.parametrize("environ", [SLURM, OPEN_MPI])
+def test_variables_of_a_cluster_without_a_valid_rank_are_refused_before_jax_reads_them(
+    environ: Mapping[str, str], clear: pytest.MonkeyPatch
+) -> None:
+    ranks = [name for name in environ if name.endswith(("RANK", "PROCID", "LOCALID"))]
+    assert len(ranks) == 2
+    for name, value in [(name, value) for name in ranks for value in ("", "abc", "2", "-1")]:
+        with clear.context() as changed:
+            for each, text in {**environ, name: value}.items():
+                changed.setenv(each, text)
+            with pytest.raises(ProcessError, match=rf"{name}={value} must be a number in 0\.\.1: .*--distributed=off"):
+                initialize(parse(), None)
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        (SLURM | {"SLURM_JOB_ID": "x"}, "variables of SLURM .* invalid literal .*pass --coordinator"),
+        (SLURM | {"SLURM_STEP_NODELIST": ""}, "gives :.* as the coordinator, which must be HOST:PORT: set JAX_"),
+        (SLURM | {"JAX_COORDINATOR_PORT": "x"}, "gives localhost:x as the coordinator"),
+        (SLURM | {"JAX_LOCAL_DEVICE_IDS": "0,x"}, "JAX_LOCAL_DEVICE_IDS=0,x in the environment"),
+        (OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "garbage"}, "variables of Open MPI"),
+        (OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "4096.0;tcp"}, "Could not parse coordinator IP address"),
+    ],
+)
+def test_other_variables_that_jax_cannot_read_are_refused_with_a_cure(
+    environ: Mapping[str, str], told: str, clear: pytest.MonkeyPatch
+) -> None:
+    for each, text in environ.items():
+        clear.setenv(each, text)
+    with pytest.raises(ProcessError, match=told):
+        initialize(parse(), None)
 
 
 @pytest.mark.parametrize("installed", [True, False])

@@ -23,6 +23,8 @@ from moe_jax.models.dispatchers import GATE_DISPATCHERS, dispatcher_of
 from moe_jax.models.gates import GATES, gate_of
 from moe_jax.models.gates.choice import ExpertChoiceRouting, SoftRouting, TopKRouting
 from moe_jax.models.gates.inputs import RouterInputs
+from moe_jax.models.moe import RouterStats, load_balance_loss
+from moe_jax.step.losses import ObjectiveParts, metrics_of
 from tests import gate_references
 from tests.gate_references import Draws
 
@@ -264,3 +266,42 @@ def test_slots_are_convex_mixes():
     assert (mixed.dispatch_TEC > 0).all()
     np.testing.assert_allclose(mixed.dispatch_TEC.sum(axis=0), 1, rtol=1e-5)
     np.testing.assert_allclose(mixed.combine_TEC.sum(axis=(1, 2)), 1.5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("gate", ["sigmoid", "deepseek_v3"])
+def test_scores_that_are_all_zero_give_weights_of_zero_and_finite_gradients(gate: str) -> None:
+    """Sigmoids of logits below -104 are 0 in float32. The first token has some, the second one none above."""
+    moe = moe_of(gate, routed_scaling_factor=1.0)
+    params = params_of(moe) | {"router": jnp.diag(jnp.full(8, 1.0))}
+    x_TD = jnp.stack([jnp.linspace(-3.0, 2.0, 8), jnp.full(8, -200.0)])
+
+    def weights(x_TD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        decision = gate_of(moe)(params, x_TD, None, moe).decision
+        return (decision.weight_Tk * jnp.array([1.0, 3.0])).sum() + (decision.prob_TE * NUMBERS).sum(), decision
+
+    (_, decision), grad_TD = jax.value_and_grad(weights, has_aux=True)(x_TD)
+    chex.assert_trees_all_close(decision.weight_Tk.sum(axis=1), jnp.array([1.0, 0.0]), rtol=1e-6)
+    assert jnp.isfinite(grad_TD).all()
+    assert grad_TD[0].any()
+    assert not grad_TD[1].any()
+
+
+def test_the_loss_of_blocks_that_no_token_chooses_an_expert_in_is_zero_and_so_is_its_gradient() -> None:
+    """The first block's gate leaves out every choice. M = 2 blocks, E = 8 experts."""
+    count_ME = jnp.stack([jnp.zeros(8, jnp.int32), jnp.arange(8)])
+    for kind in ("batch", "pooled"):
+        moe = moe_of("softmax", load_balancing_type=kind)
+
+        def loss(prob_sum_ME: jax.Array, counts: jax.Array, moe: MoEConfig = moe) -> jax.Array:
+            stats = RouterStats(counts, prob_sum_ME, jnp.zeros(2), jnp.zeros(2, jnp.int32))
+            return load_balance_loss(stats, counts, 14, moe)
+
+        for counts, used in ((count_ME, 1), (jnp.zeros_like(count_ME), 0)):
+            value, grad_ME = jax.value_and_grad(loss)(jnp.ones((2, 8)), counts)
+            assert (value > 0) == used
+            assert jnp.isfinite(value)
+            assert (grad_ME > 0).any() == used
+            assert kind == "pooled" or not grad_ME[0].any()
+    total = ObjectiveParts(jnp.float32(1), jnp.float32(0), jnp.float32(0), jnp.zeros((1, 8), jnp.int32), jnp.zeros(1))
+    for name, value in metrics_of(total, jnp.float32(0), jnp.float32(0), moe_of("softmax")).items():
+        assert jnp.isfinite(value).all(), name

@@ -43,6 +43,25 @@ def test_as_many_neighbours_as_share_a_node_on_every_line(shape, processes, slic
     assert ranks_per_node(devices_of(shape, processes, slices), 1) == expected
 
 
+@pytest.mark.parametrize(
+    ("processes", "hosts", "expected"),
+    [
+        (ONE_EACH, [7] * 8, 8),  # a process for each GPU of one host
+        (ONE_EACH, FOUR_EACH, 4),  # and of two
+        (FOUR_EACH, [3, 3], 8),
+        (FOUR_EACH, [3, 4], 4),
+        (FOUR_EACH, [0, 1] * 4, 4),
+        (ONE_EACH, [0, 0, 0, 1, 0, 0, 0, 1], 1),
+        (FOUR_EACH, [0], 4),  # devices that are only compiled for: the second process does not exist
+        (FOUR_EACH, [1], 4),
+    ],
+)
+def test_processes_of_one_host_are_one_node(processes, hosts, expected):
+    assert ranks_per_node(devices_of((1, 8), processes), 1, hosts=hosts) == expected
+    in_slices = devices_of((1, 8), processes, [0, 0, 1, 1, 2, 2, 3, 3])
+    assert ranks_per_node(in_slices, 1, hosts=hosts) == 2, "slices come before hosts"
+
+
 def test_neighbours_along_two_axes_are_counted_as_along_one():
     two_axes = devices_of((1, 2, 4), [0, 0, 1, 1, 2, 2, 3, 3])
     assert ranks_per_node(two_axes, 1, 2) == 2

@@ -52,6 +52,7 @@ PLAIN = [
 def outcome(schedule: str | None = None) -> Outcome:
     return Outcome(
         num_devices=8,
+        mesh={"data": 2, "expert": 4},
         schedule=schedule,
         compile_s=12.3,
         argument_bytes=3_100_000_000,

@@ -9,7 +9,16 @@ from moe_jax.errors import UserError
 from moe_jax.measure.overlap import replay
 from moe_jax.measure.trace import TracedOperation, TraceError, of_one_device
 from moe_jax.report.compiled import Compiled, variants_of
-from moe_jax.report.measured import Traced, TracedStep, _steps, describe_measured, measure, variant_of
+from moe_jax.report.measured import (
+    Traced,
+    TracedStep,
+    _mesh_of_run,
+    _most_exposed,
+    _steps,
+    describe_measured,
+    measure,
+    variant_of,
+)
 from moe_jax.report.timeline import Bar, measured_bars
 from moe_jax.schedule.actions import Action
 from moe_jax.schedule.schedule import Schedule
@@ -47,12 +56,49 @@ def test_operations_of_a_task_are_one_bar_unless_a_picture_shows_their_gap() -> 
 def test_a_measured_step_is_told_beside_the_estimated_one() -> None:
     estimated = replay(program(work("a", 2_500_000), BODY), TOY, 1)
     compiled = Compiled(variant="unified", outcome=outcome(), replay=estimated, match=None, predicted=None)
-    assert describe_measured(TracedStep(Path("trace/0"), compiled, STEP)).splitlines() == [
+    assert describe_measured(TracedStep(Path("trace/0"), compiled, STEP, 8, None)).splitlines() == [
         "── unified, measured: device 0 of trace/0",
         "measured step  5000.0 ms, 2 × the estimated one",
         "compute        2999.5 ms",
         "communication  3000.0 ms, of which hidden 1000.0",
+        "most exposed   F.dispatch.0.0 1000.0 ms, all-reduce 1000.0 ms",
     ]
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "mesh", "told"),
+    [
+        (8, {"data": 2, "expert": 4}, None),
+        (8, None, None),
+        (8, {"data": 1, "expert": 8}, "the trace is of 8 devices (expert=8), and the compiled step of 8 devices "),
+        (2, None, "the trace is of 2 devices, and the compiled step of 8 devices (data=2 × expert=4): "),
+    ],
+)
+def test_a_trace_on_another_mesh_is_told(num_devices: int, mesh: dict[str, int] | None, told: str | None) -> None:
+    estimated = replay(program(work("a", 2_500_000), BODY), TOY, 1)
+    compiled = Compiled(variant="unified", outcome=outcome(), replay=estimated, match=None, predicted=None)
+    said = describe_measured(TracedStep(Path("trace/0"), compiled, STEP, num_devices, mesh))
+    assert ("another mesh" in said) == (told is not None)
+    assert (told or "measured") in said
+
+
+def test_the_most_exposed_tasks_are_those_with_the_longest_communication_alone() -> None:
+    """Of six tasks the sixth is left out, and so is a task whose communication is hidden."""
+    alone = [ran(f"F.dispatch.{i}.0", 10.0 * i, 10.0 * i + 6 - i, "all-to-all.3") for i in range(6)]
+    hidden = [ran("F.combine.0.0", 70.0, 71.0, "all-to-all.4"), ran("F.expert.0.0", 69.0, 72.0)]
+    assert _most_exposed([*alone, *hidden]) == ", ".join(f"F.dispatch.{i}.0 {6 - i}000.0 ms" for i in range(5))
+    assert _most_exposed(hidden) == "none"
+    half = [ran("B.combine.0.0", 0.0, 2.0, "all-to-all.5"), ran("B.expert.0.0", 1.5, 3.0)]
+    assert _most_exposed(half) == "B.combine.0.0 1500.0 ms"
+
+
+def test_the_mesh_of_a_trace_is_that_of_its_run_if_it_has_as_many_devices(tmp_path: Path) -> None:
+    assert _mesh_of_run(tmp_path / "trace" / "0", 8) is None
+    (tmp_path / "provenance.json").write_text('{"mesh": {"data": 2, "expert": 4}}')
+    assert _mesh_of_run(tmp_path / "trace" / "0", 8) == {"data": 2, "expert": 4}
+    assert _mesh_of_run(tmp_path / "trace" / "0", 4) is None
+    (tmp_path / "provenance.json").write_text("[]")
+    assert _mesh_of_run(tmp_path / "trace" / "0", 8) is None
 
 
 def loop(name: str, scopes: list[str]) -> tuple[str, str]:
@@ -89,9 +135,9 @@ def test_a_trace_of_another_schedule_is_refused() -> None:
     done = dataclasses.replace(outcome(), schedule=str(schedule))
     compiled = Compiled(variant="unified", outcome=done, replay=estimated, match=None, predicted=None)
     line = program(work("a", 2_500_000), BODY)
-    assert len(measure(Traced(Path("trace/0"), line, STEP), compiled).operations) == len(STEP)
+    assert len(measure(Traced(Path("trace/0"), line, STEP, 8, None), compiled).operations) == len(STEP)
     with pytest.raises(TraceError, match=r"^--trace trace/0 has tasks that .* lacks, such as F\.attend\.7\.0: name"):
-        measure(Traced(Path("trace/0"), line, strange), compiled)
+        measure(Traced(Path("trace/0"), line, strange, 8, None), compiled)
 
 
 @pytest.fixture

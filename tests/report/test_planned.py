@@ -44,6 +44,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[float]]:
             given.append(predicted)
             return PROGRAM, Outcome(
                 num_devices=8,
+                mesh={"data": 8},
                 schedule=None,
                 compile_s=1.0,
                 argument_bytes=10**9,

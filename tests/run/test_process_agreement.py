@@ -2,7 +2,9 @@
 
 import re
 import sys
+import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +12,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from moe_jax.checkpoint import checksums
 from moe_jax.checkpoint.checksums import ReplicasError, agreed_digests, digest_program, digests
+from moe_jax.errors import ConfigError
 from moe_jax.launch.supervisor import reserved_port
+from moe_jax.run import setup
 from tests.distributed.test_startup_barrier import ended
 from tests.launch.test_launch import started
 
@@ -89,3 +94,53 @@ def test_one_bit_of_one_replica_is_noticed_however_arrays_are_cut(spec: Partitio
         ReplicasError, match=r"replicas of b .* after step 3 \(devices of process 0 differ; 1 of 2 arrays"
     ):
         agreed_digests(program(state), 3, state)
+
+
+@pytest.mark.parametrize(
+    ("changed", "where"),
+    [
+        ([], None),
+        ([2], "process 2 differs from the others"),
+        ([0], "process 0 differs from the others"),
+        ([0, 1, 2], "processes 0, 1, 2 differ"),  # from each other
+    ],
+)
+def test_digests_that_differ_on_one_of_three_processes_name_it(
+    changed: list[int], where: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process has one device, and all digests in a row: those of `b` are others on some."""
+    found = {rank: np.arange(4, dtype=np.uint32).reshape(2, 2) for rank in range(3)}
+    for rank in changed:
+        found[rank][1, 0] += 1 + rank
+    codes = [zlib.crc32(rows.tobytes()) | 1 for rows in found.values()]
+    monkeypatch.setattr(checksums, "allgather", lambda own: codes)
+    monkeypatch.setattr(
+        checksums, "allgather_rows", lambda own: np.stack([np.stack([rows, rows]) for rows in found.values()])
+    )
+    state = {"a": jnp.zeros(1), "b": jnp.zeros(1)}
+    for rank in range(3):
+        if where is None:
+            assert (agreed_digests(found[rank], 4, state) == found[rank]).all()
+            continue
+        with pytest.raises(ReplicasError, match=rf"replicas of b .* after step 4 \({where}; 1 of 2 arrays differ\)"):
+            agreed_digests(found[rank], 4, state)
+
+
+def test_parameters_that_differ_between_processes_are_those_of_another_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`train.init_from` is read by each process. Two of them are stood for: the other has other digests."""
+    program, state = SimpleNamespace(result=lambda: lambda _: np.zeros((1, 2), np.uint32)), {"w": jnp.zeros(1)}
+    programs = SimpleNamespace(init=SimpleNamespace(result=lambda: lambda params: params), digests=program)
+    train = SimpleNamespace(init_from="models/mine")
+    run = SimpleNamespace(config=SimpleNamespace(train=train), trainer=SimpleNamespace(param_shapes=None))
+    monkeypatch.setattr(setup, "source_params", lambda config, shapes: state)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    other = 0
+    monkeypatch.setattr(checksums, "allgather", lambda own: [own, own + other])
+    monkeypatch.setattr(checksums, "allgather_rows", lambda own: np.stack([own, own + other]).astype(np.uint32))
+    assert setup.first_state(run, programs) is state
+    other = 1
+    with pytest.raises(ConfigError) as refusal:
+        setup.first_state(run, programs)
+    assert str(refusal.value) == (
+        "train.init_from=models/mine holds other parameters on other processes: give them copies of one folder"
+    )

@@ -118,7 +118,7 @@ def test_slots_that_ranks_cannot_share_are_refused(runs, tmp_path):
     with pytest.raises(CheckpointError) as error:
         restore_latest(config, open_run(config))
     assert str(error.value) == (
-        "mesh: 8 expert ranks cannot share the 20 slots that experts and their copies have in "
+        "mesh: 8 expert ranks cannot share the 20 positions that experts and their copies have in "
         f"log.dir={config.log.dir}: use a mesh whose expert ranks divide 20, or another log.dir"
     )
 

@@ -218,3 +218,22 @@ def test_no_room_for_copies_is_told_before_the_first_step(tmp_path, monkeypatch)
     )
     assert list((tmp_path / "memory").glob("*/*/*")) == []
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("refused_in", ["compile_programs", "write_start", "_open_log", "_open_checkpoints"])
+def test_a_run_that_is_refused_leaves_no_memory_reserved_and_the_newest_copy(
+    refused_in, crashed, tmp_path, monkeypatch
+):
+    def refuse(*_: object) -> None:
+        raise ConfigError("refused")
+
+    folder, copy = crashed
+    shutil.rmtree(folder)
+    shutil.copytree(copy, folder)
+    (tmp_path / "memory").mkdir()
+    monkeypatch.setattr(loop, refused_in, refuse)
+    for config in (config_in(tmp_path), config_in(folder)):
+        with pytest.raises(ConfigError, match=r"^refused$"):
+            train(config)
+    assert list((tmp_path / "memory").iterdir()) == [], "a first run"
+    assert [slot.record.step for slot in slots(folder)] == [7], "a run that resumes from the newest copy"

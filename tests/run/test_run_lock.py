@@ -69,6 +69,83 @@ def test_the_second_run_is_refused_and_the_first_keeps_its_lock(other: subproces
     assert holder_of(run).pid == other.pid
 
 
+@pytest.mark.parametrize("supervised", [False, True])
+def test_a_worker_waits_for_one_whose_launcher_was_killed_and_others_do_not(
+    supervised: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The old worker is alive for longer than a process needs to end that was killed itself."""
+    put(tmp_path / "run", pid=77)
+    seen = iter([True] * 5)
+    monkeypatch.setattr(folder_lock, "_ENDING_S", -1)
+    monkeypatch.setattr(folder_lock, "_is_alive", lambda holder: next(seen, False))
+    monkeypatch.setattr(folder_lock, "is_supervised", lambda: supervised)
+    if not supervised:
+        with pytest.raises(ConfigError, match="is in use by process 77 "), FolderLock(tmp_path / "run"):
+            pytest.fail("it has the lock")
+        return
+    with FolderLock(tmp_path / "run"):
+        assert holder_of(tmp_path / "run").pid == os.getpid()
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 2, "the waiting is told once"
+    assert said[0].endswith(": waiting at most 60 s for a sign of life")
+    assert said[1].endswith(", which trained there, is gone: taken over")
+
+
+def test_a_worker_does_not_wait_for_ever_for_one_that_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path / "run", pid=os.getppid(), started=folder_lock._start_time(os.getppid()))
+    monkeypatch.setattr(folder_lock, "SILENCE_S", 0.1)
+    monkeypatch.setattr(folder_lock, "is_supervised", lambda: True)
+    with pytest.raises(ConfigError, match=f"is in use by process {os.getppid()} "), FolderLock(tmp_path / "run"):
+        pytest.fail("it has the lock")
+
+
+@pytest.mark.parametrize(
+    ("signal_error", "has_proc", "is_alive"),
+    [
+        (None, True, False),  # it has ended since the signal
+        (None, False, True),  # nothing but the signal tells: a system without /proc
+        (PermissionError, True, True),  # another user's process, hidden by hidepid
+        (PermissionError, False, True),
+        (ProcessLookupError, True, False),
+        (ProcessLookupError, False, False),
+    ],
+)
+def test_a_holder_that_cannot_be_looked_up_counts_as_alive_unless_it_is_known_to_be_gone(
+    signal_error: type[OSError] | None,
+    has_proc: bool,
+    is_alive: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    holder, exists = put(tmp_path / "run", pid=77), os.path.exists
+
+    def kill(pid: int, number: int) -> None:
+        assert (pid, number) == (77, 0), "asks, and kills nobody"
+        if signal_error:
+            raise signal_error
+
+    monkeypatch.setattr(os, "kill", kill)
+    monkeypatch.setattr(folder_lock, "_stat", lambda pid: [])
+    monkeypatch.setattr(os.path, "exists", lambda path: has_proc if str(path).startswith("/proc") else exists(path))
+    assert folder_lock._is_alive(holder) == is_alive
+    taken = contextlib.nullcontext() if not is_alive else pytest.raises(ConfigError, match="in use by process 77 ")
+    with taken, FolderLock(tmp_path / "run"):
+        assert holder_of(tmp_path / "run").pid == os.getpid()
+
+
+def test_a_lock_without_proc_is_taken_and_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(self: Path, *_: object, **__: object) -> str:
+        raise FileNotFoundError(2, "No such file or directory", str(self))
+
+    with monkeypatch.context() as system:
+        system.setattr(Path, "read_text", absent)
+        lock = FolderLock(tmp_path / "run")
+    assert (lock._own.started, lock._own.kernel) == ("", lock._own.host)
+    with lock:
+        assert holder_of(tmp_path / "run") == lock._own
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("is_reaped", [False, True])
 def test_a_killed_run_is_followed_at_once(
     is_reaped: bool, other: subprocess.Popen, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -11,6 +11,8 @@ import pytest
 from moe_jax.config import Config, LogConfig, TuneConfig
 from moe_jax.errors import ConfigError
 from moe_jax.parallel.mesh import make_mesh
+from moe_jax.plan.tuned_file import Tuned, read_tuned, write_tuned
+from moe_jax.run import tuning_space
 from moe_jax.run.tuning_space import Choices, choices_of
 from moe_jax.step.scheduled.build import reductions_of
 from tests.small import small_config
@@ -115,6 +117,44 @@ def test_a_cache_that_could_not_be_written_is_refused_before_the_search(tmp_path
     message = f"tune.cache={cache} cannot be written ({tmp_path}/file: Not a directory): name another file"
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         found(config)
+
+
+def test_process_0_alone_reads_what_was_found_and_the_others_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also that it cannot be read: a file that another process reads a moment later may be another one."""
+    sent: list[str] = []
+
+    def from_process_0(source: int, value: object) -> object:
+        assert source == 0
+        if tuning_space.is_main_process():
+            sent.append(json.dumps(value))
+        return json.loads(sent[-1])
+
+    def not_read(*_: object) -> None:
+        raise AssertionError("process 1 reads the file")
+
+    def act_as(rank: int) -> None:
+        monkeypatch.setattr(tuning_space, "is_main_process", lambda: rank == 0)
+        monkeypatch.setattr(tuning_space, "read_tuned", read_tuned if rank == 0 else not_read)
+
+    file, best = tmp_path / "tuned.json", Tuned({"bucket_cap_mb": 2.0, "algorithm": "ring"}, 0.25)
+    monkeypatch.setattr(tuning_space, "from_process", from_process_0)
+    write_tuned(file, {"mesh": 8}, best)
+    for rank in range(2):
+        act_as(rank)
+        assert tuning_space._agreed_found(str(file), file, {"mesh": 8}) == best
+    for rank in range(2):
+        act_as(rank)
+        assert tuning_space._agreed_found(str(file), file, {"mesh": 4}) is None
+    file.write_text("{")
+    refused = []
+    for rank in range(2):
+        act_as(rank)
+        with pytest.raises(ConfigError) as error:
+            tuning_space._agreed_found(str(file), file, {"mesh": 8})
+        refused.append(str(error.value))
+    assert refused[0] == refused[1]
 
 
 @pytest.mark.parametrize(

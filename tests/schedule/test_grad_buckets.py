@@ -4,11 +4,12 @@ from itertools import combinations, pairwise
 
 import pytest
 
+from moe_jax.errors import ConfigError
 from moe_jax.plan.simulate import simulate
 from moe_jax.schedule.actions import three_streams, two_streams
 from moe_jax.schedule.build import make_schedule, make_shape
 from moe_jax.schedule.dependencies import check
-from moe_jax.schedule.grad_buckets import exchanges_first, split_into_buckets
+from moe_jax.schedule.grad_buckets import MAX_BUCKETS, exchanges_first, split_into_buckets
 from tests.schedule.steps import MIXED, POLICIES, random_costs, random_step
 
 
@@ -31,6 +32,14 @@ def test_smaller_items_make_longer_chunks():
     assert len(split_into_buckets((1000,), 0.001, item_bytes=4)) == 2 * len(
         split_into_buckets((1000,), 0.001, item_bytes=2)
     )
+
+
+@pytest.mark.parametrize(("size", "item_bytes"), [(10**7, 4), (123_456_789, 32), (10**11, 4)])
+def test_more_buckets_than_a_compiler_can_take_are_refused_with_a_size_that_works(size, item_bytes):
+    with pytest.raises(ConfigError, match=r"bucket_cap_mb=0.0002 splits .*: use [0-9.]+ or more, or null") as refusal:
+        split_into_buckets((100, size), 0.0002, item_bytes)
+    least = float(str(refusal.value).split(": use ")[1].split()[0])
+    assert MAX_BUCKETS / 2 < len(split_into_buckets((size,), least, item_bytes)) <= MAX_BUCKETS
 
 
 @pytest.mark.parametrize("kinds", MIXED)

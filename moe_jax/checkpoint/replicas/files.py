@@ -122,14 +122,18 @@ class SlotFiles:
             self._invalidate(slot)
 
     def remove_new(self) -> None:
-        """Remove the files that did not exist before."""
+        """Remove the files that did not exist before, and their folders if nothing else is in them."""
         for path in self._new:
             path.unlink(missing_ok=True)
+        with suppress(OSError):  # a folder is not empty
+            self._paths[0].parent.rmdir()
+            self._paths[0].parent.parent.rmdir()
 
     def close(self) -> None:
+        """Close the files; nothing can be written afterwards. Closing them again has no effect."""
         self._pool.shutdown()
-        for file in self._files:
-            os.close(file)
+        while self._files:
+            os.close(self._files.pop())
 
     def _invalidate(self, slot: int) -> None:
         self._paths[slot].with_suffix(".json").unlink(missing_ok=True)

@@ -10,7 +10,7 @@ import jax
 from moe_jax.checkpoint.checksums import names_of
 from moe_jax.checkpoint.replicas.layout import Index, ReplicaLayout, ShardedArray, StoredPiece, layout_of
 from moe_jax.config import Config
-from moe_jax.distributed.processes import nodes
+from moe_jax.distributed.hosts import nodes
 from moe_jax.errors import ConfigError
 from moe_jax.plan.plan_text import size
 

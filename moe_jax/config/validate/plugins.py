@@ -11,6 +11,7 @@ from moe_jax.config.registry import (
     NO_HOOKS,
     OPEN_EXCHANGE,
     POLICY_FACTS,
+    REGISTRIES,
 )
 from moe_jax.config.sections import Sections
 from moe_jax.config.validate.ranges import setting
@@ -30,7 +31,12 @@ _MOST_COMPARED = 200  # characters
 
 
 def check_parts(config: Sections) -> None:
-    """Raise ConfigError for a part that is neither built in nor of the form `package.module:name`."""
+    """Raise ConfigError for a part that is neither built in nor of the form `package.module:name`.
+
+    Also raises it for a built-in part whose file lacks what it must define.
+    """
+    for registry in REGISTRIES:
+        registry.check()
     for name, own in BUILT_IN_PARTS.items():
         value = str(setting(config, name))
         if value not in own and not _ELSEWHERE.fullmatch(value):

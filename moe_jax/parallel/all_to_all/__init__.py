@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from moe_jax.config import registry
-from moe_jax.config.plugins import load_part
+from moe_jax.config.plugins import load_part, place_of
 from moe_jax.errors import ConfigError
 from moe_jax.parallel.ranks import Ranks
 
@@ -89,7 +89,7 @@ def check_exchange(algorithm: str, ranks: Ranks, mesh: Mesh) -> None:
     except Exception as error:  # raised by functions from outside the project
         message = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise ConfigError(
-            f"exchange.algorithm={algorithm} cannot be traced on {size} ranks ({message}): fix it"
+            f"exchange.algorithm={algorithm} cannot be traced on {size} ranks ({message}){place_of(error)}: fix it"
         ) from error
     if not isinstance(arrived, jax.ShapeDtypeStruct):
         raise ConfigError(
