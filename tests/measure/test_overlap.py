@@ -126,6 +126,41 @@ def test_a_loop_for_rows_that_overflow_takes_no_turn() -> None:
     assert result.unknown_loops == ()
 
 
+def rows_loop(name: str, scopes: str, *body: str) -> tuple[str, str]:
+    """A loop whose limit is computed, in scopes, and its computations."""
+    inside = "\n".join(f"  {line}" for line in body)
+    others = (
+        f"%{name}.turn () -> s32[] {{\n{inside}\n}}\n%{name}.ends () -> pred[] {{\n  %{name}.i = s32[] parameter(0)\n"
+        f"  ROOT %{name}.more = pred[] compare(%{name}.i, %{name}.i), direction=LT\n}}\n"
+    )
+    scope = f'metadata={{op_name="jit(step)/F.expert.0.0/{scopes}/while"}}'
+    return f"%{name} = s32[] while(%x10), condition=%{name}.ends, body=%{name}.turn, {scope}", others
+
+
+def test_a_loop_over_rows_runs_as_often_as_balanced_routing_needs() -> None:
+    line, others = rows_loop("tiles", "filled_25_percent/at_most_12", work("b", 6))
+    result = run(line, work("after", 1), others=others)
+    assert us(result.step_s) == [3 * 6 + 1]
+    assert (result.balanced_loops, result.unknown_loops) == (("tiles",), ())
+
+
+def test_a_loop_over_rows_with_less_than_a_turn_takes_one() -> None:
+    line, others = rows_loop("tiles", "filled_25_percent/at_most_2", work("b", 6))
+    assert us(run(line, others=others).step_s) == [6]
+
+
+def test_loops_of_unknown_length_are_told_wherever_they_are() -> None:
+    """In another loop, too; but not those of a branch that does not run."""
+    inner, inner_body = rows_loop("inner", "anything", work("b", 6))
+    other, other_body = rows_loop("other", "anything", work("c", 60))
+    outer, outer_body = loop(4, inner)
+    branches = f"%p () -> f32[2] {{\n  {work('d', 1)}\n}}\n%q () -> f32[2] {{\n  {other}\n}}\n"
+    branch = "%c = f32[2] conditional(%x10), branch_computations={%p, %q}"
+    result = run(outer, branch, others=inner_body + other_body + outer_body + branches)
+    assert result.unknown_loops == ("inner",)
+    assert us(result.step_s) == [4 * 6 + 1]
+
+
 @pytest.mark.parametrize(("name", "target"), [("tpu_v5p.hlo", "v5p:2x2x2"), ("gpu_h100.hlo", "h100:1x1x8")])
 def test_on_real_programs_time_is_neither_lost_nor_double(name: str, target: str) -> None:
     result = replay(saved(name), find_target(target), 8)
