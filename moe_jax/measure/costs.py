@@ -18,6 +18,7 @@ from moe_jax.plan.nodes import shares
 from moe_jax.plan.task_times import Linear
 
 Link = Literal["inside", "between"]  # inside a node, between nodes
+FusedPart = Literal["start", "step", "done"]
 COLLECTIVES = (
     "all-to-all",
     "ragged-all-to-all",
@@ -47,6 +48,22 @@ def collective_of(instruction: Instruction, program: HloModule) -> Instruction |
         if line.opcode.removesuffix("-start") in COLLECTIVES:
             return line
     return None
+
+
+def fused_part(line: Instruction, program: HloModule) -> FusedPart | None:
+    """Return which part of a collective a fusion runs, or None.
+
+    XLA:TPU can split a collective of the TensorCore into a start, steps, and a done. A step is part of a fusion that
+    computes something else. Each of these fusions contains the collective.
+    """
+    if line.opcode != "fusion":
+        return None
+    inside = program.computations[line.called[0]]
+    if not any(each.opcode in COLLECTIVES and "chain_id=" in each.attributes for each in inside):
+        return None
+    targets = {each.attributes for each in inside if each.opcode == "custom-call"}
+    ends: dict[str, FusedPart] = {"AsyncCollectiveStart": "start", "AsyncCollectiveDone": "done"}
+    return next((part for name, part in ends.items() if any(f'"{name}"' in text for text in targets)), "step")
 
 
 def matrix_products(instruction: Instruction, program: HloModule) -> int:

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from moe_jax.measure.costs import (
+    FusedPart,
     Link,
     collective_of,
     compute_seconds,
+    fused_part,
     link_seconds,
     matrix_products,
     only_overflows,
@@ -136,6 +138,13 @@ def replay(program: HloModule, target: Target, num_devices: int, passes: Passes 
     )
 
 
+def loop_seconds(loop: Instruction, program: HloModule, target: Target) -> float:
+    """Return the seconds of a loop that contains no collective; 0 if its rows only exist when lanes overflow."""
+    walk = _Replay(program, target, num_devices=1)
+    _loop(walk, loop)
+    return walk.now_s
+
+
 def _run(walk: _Replay, lines: Iterable[Instruction]) -> None:
     for line in lines:
         if line.opcode == "while":
@@ -145,6 +154,8 @@ def _run(walk: _Replay, lines: Iterable[Instruction]) -> None:
             _run(walk, min(branches, key=lambda branch: _alone(walk, branch).now_s))
         elif line.opcode == "call":
             _run(walk, walk.program.computations[line.called[0]])
+        elif part := fused_part(line, walk.program):
+            _fused(walk, line, part)
         elif _is_end(line):
             _finish(walk, line)
         elif (collective := collective_of(line, walk.program)) is not None:
@@ -241,10 +252,23 @@ def _compute(walk: _Replay, line: Instruction, seconds: float, iterations: int =
     walk.done_products += products
 
 
-def _communicate(walk: _Replay, line: Instruction, collective: Instruction) -> None:
+def _fused(walk: _Replay, line: Instruction, part: FusedPart) -> None:
+    collective = collective_of(line, walk.program)
+    assert collective is not None, "each part contains it"
+    channel = f"channel {collective.channel}"  # which the parts of one collective share
+    if part == "start":
+        _communicate(walk, line, collective, channel)
+    elif part == "done" and channel in walk.open:
+        _wait(walk, walk.open.pop(channel))
+    else:
+        _compute(walk, line, compute_seconds(line, walk.program, walk.target))
+
+
+def _communicate(walk: _Replay, line: Instruction, collective: Instruction, channel: str | None = None) -> None:
+    """Issue a collective. With a channel it is asynchronous, and `walk.open` knows it by that."""
     seconds = link_seconds(collective, walk.program, walk.target, walk.num_devices)
     # XLA:GPU also writes start and done for synchronous collectives
-    is_async = line.opcode.endswith("-start") and '"is_sync":true' not in line.attributes
+    is_async = channel is not None or (line.opcode.endswith("-start") and '"is_sync":true' not in line.attributes)
     start_s = max([walk.now_s, *(walk.link_free_s[link] for link in seconds)])
     walk.link_free_s |= {link: start_s + each for link, each in seconds.items()}
     task = Collective(
@@ -258,7 +282,7 @@ def _communicate(walk: _Replay, line: Instruction, collective: Instruction) -> N
         iterations=walk.iterations,
     )
     if is_async:
-        walk.open[line.name] = len(walk.collectives), walk.done_compute_s, walk.done_products
+        walk.open[channel or line.name] = len(walk.collectives), walk.done_compute_s, walk.done_products
     else:
         task = replace(task, exposed_s=task.end_s - walk.now_s)
         walk.now_s = task.end_s
@@ -276,6 +300,11 @@ def _finish(walk: _Replay, line: Instruction) -> None:
     if line.opcode.endswith("-update"):
         walk.open[line.name] = started
         return
+    _wait(walk, started)
+
+
+def _wait(walk: _Replay, started: tuple[int, float, int]) -> None:
+    """Let compute wait for a collective, an entry of `walk.open`."""
     index, compute_before_s, products_before = started
     task = walk.collectives[index]
     wait_s = max(task.end_s - walk.now_s, 0.0)

@@ -84,6 +84,33 @@ def test_collectives_behind_generic_starts_and_updates_are_seen() -> None:
     assert us(transfer.inside_s, transfer.exposed_s) == [20, 20]
 
 
+def test_a_collective_split_into_parts_of_fusions_is_in_flight_from_its_start_to_its_done() -> None:
+    """As on TPUs without a SparseCore: parts are fusions, of which the steps compute something else."""
+    reduced = (
+        '%{0}.r = u8[40] all-reduce(%{0}.p), channel_id=3, replica_groups={{0,1}}, frontend_attributes={chain_id="0"}'
+    )
+    ends = {"s": 'custom_call_target="AsyncCollectiveStart"', "d": 'custom_call_target="AsyncCollectiveDone"'}
+
+    def part(name: str, *more: str) -> str:
+        lines = [f"%{name}.p = u8[40] parameter(0)", reduced.replace("{0}", name), *more]
+        return f"%{name}.body () -> u8[40] {{\n" + "\n".join(f"  {line}" for line in lines) + "\n}\n"
+
+    others = part("s", f"%s.c = u8[40] custom-call(%s.r), {ends['s']}") + part(
+        "d", f"%d.c = u8[40] custom-call(%d.r), {ends['d']}"
+    )
+    others += part("t", "%t.a = f32[4,4] parameter(1)", "%t.d = f32[4,4] dot(%t.a, %t.a), lhs_contracting_dims={1}")
+
+    def fusion(name: str, cycles: int) -> str:
+        cost = f'backend_config={{"estimated_cycles":"{cycles}"}}'
+        return f"%{name} = u8[40] fusion(%x40), kind=kCustom, calls=%{name}.body, {cost}"
+
+    result = run(work("a", 5), fusion("s", 0), fusion("t", 30), work("b", 2), fusion("d", 0), others=others)
+    (transfer,) = result.collectives
+    assert (transfer.kind, transfer.is_async, transfer.inside_products) == ("all-reduce", True, 1)
+    assert us(transfer.seconds, transfer.inside_s, transfer.exposed_s) == [40, 32, 8]
+    assert us(result.step_s, result.compute_s) == [45, 37]
+
+
 def loop(turns: int, *body: str) -> tuple[str, str]:
     """A loop's line and its computations."""
     inside = "\n".join(f"  {line}" for line in body)
