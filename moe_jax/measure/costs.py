@@ -59,7 +59,7 @@ def fused_part(line: Instruction, program: HloModule) -> FusedPart | None:
     if line.opcode != "fusion":
         return None
     inside = program.computations[line.called[0]]
-    if not any(each.opcode in COLLECTIVES and "chain_id=" in each.attributes for each in inside):
+    if not any(each.opcode in COLLECTIVES and each.chain for each in inside):
         return None
     targets = {each.attributes for each in inside if each.opcode == "custom-call"}
     ends: dict[str, FusedPart] = {"AsyncCollectiveStart": "start", "AsyncCollectiveDone": "done"}

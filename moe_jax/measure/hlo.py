@@ -25,7 +25,7 @@ _TRIP_COUNT = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
 # scopes of models/grouped_matmul.py and models/grouped_products.py
 _AT_MOST = re.compile(r"\bat_most_(\d+)\b")
 _FILLED = re.compile(r"\bfilled_(\d+)_percent\b")
-_CHANNEL = re.compile(r"channel_id=(\d+)")
+_CHAIN = re.compile(r'chain_id="(\d+)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _FRAMES = re.compile(r"\nFileNames\n.*?\nStackFrames\n(?:\d+ \{[^\n]*\n)*", re.DOTALL)
 _FRAME = re.compile(r" ?(?:stack_frame_id=\d+|source_(?:file|(?:end_)?line|(?:end_)?column)=(?:\"[^\"]*\"|\d+))")
@@ -70,10 +70,10 @@ class Instruction:
         return self.opcode in ("while", "conditional", "call")
 
     @property
-    def channel(self) -> int | None:
-        """The channel of a collective."""
-        found = _CHANNEL.search(self.attributes)
-        return int(found[1]) if found else None
+    def chain(self) -> str | None:
+        """What the parts of one collective share that XLA:TPU splits over fusions; None for other instructions."""
+        found = _CHAIN.search(self.attributes)
+        return f"chain {found[1]}" if found else None
 
     def number(self, name: str) -> int | None:
         """Return an integer from the backend's config, e.g. estimated_cycles, or None."""

@@ -255,20 +255,19 @@ def _compute(walk: _Replay, line: Instruction, seconds: float, iterations: int =
 def _fused(walk: _Replay, line: Instruction, part: FusedPart) -> None:
     collective = collective_of(line, walk.program)
     assert collective is not None, "each part contains it"
-    channel = f"channel {collective.channel}"  # which the parts of one collective share
     if part == "start":
-        _communicate(walk, line, collective, channel)
-    elif part == "done" and channel in walk.open:
-        _wait(walk, walk.open.pop(channel))
+        _communicate(walk, line, collective, collective.chain)
+    elif part == "done" and collective.chain in walk.open:
+        _wait(walk, walk.open.pop(collective.chain))
     else:
         _compute(walk, line, compute_seconds(line, walk.program, walk.target))
 
 
-def _communicate(walk: _Replay, line: Instruction, collective: Instruction, channel: str | None = None) -> None:
-    """Issue a collective. With a channel it is asynchronous, and `walk.open` knows it by that."""
+def _communicate(walk: _Replay, line: Instruction, collective: Instruction, chain: str | None = None) -> None:
+    """Issue a collective. With a chain it is asynchronous, and `walk.open` knows it by that."""
     seconds = link_seconds(collective, walk.program, walk.target, walk.num_devices)
     # XLA:GPU also writes start and done for synchronous collectives
-    is_async = channel is not None or (line.opcode.endswith("-start") and '"is_sync":true' not in line.attributes)
+    is_async = chain is not None or (line.opcode.endswith("-start") and '"is_sync":true' not in line.attributes)
     start_s = max([walk.now_s, *(walk.link_free_s[link] for link in seconds)])
     walk.link_free_s |= {link: start_s + each for link, each in seconds.items()}
     task = Collective(
@@ -282,7 +281,7 @@ def _communicate(walk: _Replay, line: Instruction, collective: Instruction, chan
         iterations=walk.iterations,
     )
     if is_async:
-        walk.open[channel or line.name] = len(walk.collectives), walk.done_compute_s, walk.done_products
+        walk.open[chain or line.name] = len(walk.collectives), walk.done_compute_s, walk.done_products
     else:
         task = replace(task, exposed_s=task.end_s - walk.now_s)
         walk.now_s = task.end_s
