@@ -208,6 +208,14 @@ MUTATIONS = (
         ["tests/models/test_dispatchers.py"],
     ),
     Mutation(
+        "overflow_leaves_its_loop",
+        "models/dispatchers/ragged.py",
+        "return tree if experts > 1 else",
+        "return tree if experts > 0 else",
+        "a rank's only expert computes products of rows that do not exist",
+        ["tests/models/test_lane_overflow.py"],
+    ),
+    Mutation(
         "sizes_of_dropped_rows",
         "models/dispatchers/ragged.py",
         "kept_E = jnp.clip(capacity.slots - capacity.used_E, 0, count_E)",
@@ -257,6 +265,14 @@ MUTATIONS = (
         ["tests/models/test_context.py"],
     ),
     # parallel
+    Mutation(
+        "slices_in_the_order_of_devices",
+        "parallel/mesh.py",
+        "along[axis] = math.gcd(left, sizes[axis])",
+        "along[axis] = math.gcd(left, 1)",
+        "meshes over several slices are refused",
+        ["tests/parallel/test_mesh.py"],
+    ),
     Mutation(
         "experts_of_data_ranks_drift",
         "parallel/grad_sync.py",
@@ -1016,7 +1032,39 @@ MUTATIONS = (
         "arrays of programs seem eight times as large",
         ["tests/measure/test_hlo.py"],
     ),
+    Mutation(
+        "unknown_cycles_count",
+        "measure/costs.py",
+        "if cycles and target.clock_hz and cycles < _NO_CYCLES:",
+        "if cycles and target.clock_hz:",
+        "a step with a kernel of the SparseCore seems to take centuries",
+        ["tests/measure/test_costs.py"],
+    ),
+    Mutation(
+        "loops_over_rows_turn_once",
+        "measure/overlap.py",
+        "        return balanced\n",
+        "        return 1\n",
+        "dropless steps seem faster than they are",
+        ["tests/measure/test_overlap.py"],
+    ),
+    Mutation(
+        "fused_collectives_are_synchronous",
+        "measure/overlap.py",
+        'if part == "start":',
+        'if part == "never":',
+        "an all-reduce in parts of fusions seems to send nothing",
+        ["tests/measure/test_overlap.py"],
+    ),
     # report
+    Mutation(
+        "slower_order_is_planned",
+        "report/planned.py",
+        "chosen = unordered if unordered_s < ordered_s else ordered",
+        "chosen = ordered",
+        "a plan keeps an order of tasks that is slower as compiled",
+        ["tests/report/test_planned.py"],
+    ),
     Mutation(
         "text_becomes_markup",
         "report/html.py",

@@ -47,4 +47,5 @@ def compile_on(
     """Compile a function of each device's shards of arrays, sharded by `spec`, with the training step's options."""
     on_mesh = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     lowered = jax.jit(on_mesh).trace(*shapes).lower(lowering_platforms=({"gpu": "cuda"}.get(platform, platform),))
-    return parse(lowered.compile(compiler_options=compiler_options(platform)).as_text() or "")
+    options = compiler_options(platform, mesh.devices.flat[0].device_kind)
+    return parse(lowered.compile(compiler_options=options).as_text() or "")

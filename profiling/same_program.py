@@ -2,12 +2,14 @@
 
 Compiles the step of configs/bench/fine_grained.yaml, ahead of time and without the hardware, once as `report --compile`
 does and once as a run does, and compares both scheduled programs. For GPUs it also compiles the step only once, without
-estimated times of instructions. Targets: v5p:2x2x2, h200:1x1x8, … Takes a few minutes for each compilation. Writes
+estimated times of instructions. It also counts collectives with and without a start and a done, which is what the
+compiler options are for. Targets: v5p:2x2x2, h200:1x1x8, … Takes a few minutes for each compilation. Writes
 results/same_program_TARGET.json; exit code 1 if the two programs differ.
 """
 
 import hashlib
 import sys
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,14 +63,16 @@ def trained(config: Config, trainer: Trainer, target: Target | None) -> tuple[st
 
 
 def facts(text: str, target: Target, devices: int) -> dict[str, Any]:
-    """Return the hash and the estimated milliseconds of a scheduled program."""
+    """Return the hash, the estimated milliseconds and the collectives of a scheduled program."""
     result = replay(parse(text), target, devices)
+    kinds = Counter((each.kind, "async" if each.is_async else "sync") for each in result.collectives)
     return {
         "sha256": hashlib.sha256(without_frames(text).encode()).hexdigest(),
         "step_ms": rounded(1e3 * result.step_s),
         "communication_ms": rounded(1e3 * result.communication_s),
         "exposed_ms": rounded(1e3 * result.exposed_s),
         "exposed_share": rounded(result.exposed_s / result.communication_s),
+        "collectives": {f"{kind}, {how}": count for (kind, how), count in sorted(kinds.items())},
     }
 
 

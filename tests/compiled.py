@@ -7,7 +7,6 @@ from jax.stages import Wrapped
 
 from moe_jax.measure.races import check_races
 
-
 LARGE = 2_500_000  # characters of a program, above which XLA's older emitters, which `conftest.py` chooses, are slower
 
 

@@ -23,6 +23,30 @@ def test_a_run_trains_the_program_that_the_report_shows(name: str, devices: str)
     assert cells[f"{devices}, as a run compiles it"] == told(name, "run")
 
 
+@pytest.mark.parametrize(
+    ("layout", "sums_of_gradients"), [("v5p_2x2x2", 3), ("v6e_2x4", 3), ("tpu7x_2x2x1", 3), ("v5e_2x4", 0)]
+)
+def test_exchanges_and_sums_on_a_sparse_core_are_asynchronous(layout: str, sums_of_gradients: int) -> None:
+    """The sums of the head, the embedding and a block; a v5e has no SparseCore."""
+    found = result(f"same_program_{layout}")
+    assert found["same"]
+    assert found["run"] == found["report"]
+    counts = found["run"]["collectives"]
+    exchanges, sums = (
+        [counts.get(f"{kind}, {how}", 0) for how in ("async", "sync")] for kind in ("ragged-all-to-all", "all-reduce")
+    )
+    told = [str(sum(exchanges)), str(sum(sums)), str(sums[1])]
+    assert rows("compiled")[layout.replace("_", ":")] == told
+    assert exchanges[1] == 0
+    assert sums[0] == sums_of_gradients
+
+
+def test_a_program_for_h100_is_the_same_too() -> None:
+    found = result("same_program_h100_1x1x8")
+    assert found["same"]
+    assert found["run"] == found["report"]
+
+
 def test_the_second_compilation_hides_most_of_what_the_first_one_exposed() -> None:
     found = result(H200)
     assert rows("compiled")["8 H200, compiled once"] == told(H200, "compiled_once")

@@ -18,6 +18,7 @@ from moe_jax.plan.nodes import shares
 from moe_jax.plan.task_times import Linear
 
 Link = Literal["inside", "between"]  # inside a node, between nodes
+FusedPart = Literal["start", "step", "done"]
 COLLECTIVES = (
     "all-to-all",
     "ragged-all-to-all",
@@ -35,7 +36,10 @@ _PARTIAL_READS = ("dynamic-slice", "slice", "gather")
 _ALLOCATION = 'custom_call_target="AllocateBuffer"'
 _GEMM = re.compile(r'custom_call_target="(__cublas\$|.*gemm|.*matmul)')
 _FLASH = re.compile(r'custom_call_target="__cudnn\$fmha')
-_KERNEL = re.compile(r"\bgrouped_(rows|weights)\b")  # kernels of models/grouped_kernel.py
+# products of rows in groups: XLA:TPU's kernel, and those of models/grouped_kernel.py
+_GROUPED = re.compile(r"(?:^|/)(?:ragged-dot(?:-none)?|ragged_dot_general)$|\bgrouped_(?:rows|weights)\b")
+_MATRIX_DIMS = 2
+_NO_CYCLES = 2**62  # and above: the compiler has no estimate, and writes the largest number of 64 bits
 
 
 def collective_of(instruction: Instruction, program: HloModule) -> Instruction | None:
@@ -44,6 +48,22 @@ def collective_of(instruction: Instruction, program: HloModule) -> Instruction |
         if line.opcode.removesuffix("-start") in COLLECTIVES:
             return line
     return None
+
+
+def fused_part(line: Instruction, program: HloModule) -> FusedPart | None:
+    """Return which part of a collective a fusion runs, or None.
+
+    XLA:TPU can split a collective of the TensorCore into a start, steps, and a done. A step is part of a fusion that
+    computes something else. Each of these fusions contains the collective.
+    """
+    if line.opcode != "fusion":
+        return None
+    inside = program.computations[line.called[0]]
+    if not any(each.opcode in COLLECTIVES and each.chain for each in inside):
+        return None
+    targets = {each.attributes for each in inside if each.opcode == "custom-call"}
+    ends: dict[str, FusedPart] = {"AsyncCollectiveStart": "start", "AsyncCollectiveDone": "done"}
+    return next((part for name, part in ends.items() if any(f'"{name}"' in text for text in targets)), "step")
 
 
 def matrix_products(instruction: Instruction, program: HloModule) -> int:
@@ -58,7 +78,7 @@ def compute_seconds(instruction: Instruction, program: HloModule, target: Target
     if _ALLOCATION in instruction.attributes:  # allocates memory, writes nothing
         return 0.0
     cycles = instruction.number("estimated_cycles")
-    if cycles and target.clock_hz:
+    if cycles and target.clock_hz and cycles < _NO_CYCLES:
         return cycles / target.clock_hz
     flops = sum(product_flops(line, program) for line in program.inside(instruction))
     return max(flops / target.matrix_flops_per_s, _bytes_touched(instruction, program) / target.memory_bytes_per_s)
@@ -143,8 +163,7 @@ def _group(collective: Instruction, num_devices: int) -> np.ndarray:
 def is_product(line: Instruction) -> bool:
     """Whether an instruction is itself a matrix product."""
     if line.opcode == "custom-call":
-        named = line.op_name.endswith(("ragged-dot", "ragged_dot_general")) or _KERNEL.search(line.op_name)
-        return bool(_GEMM.search(line.attributes) or named) or is_attention(line)
+        return bool(_GEMM.search(line.attributes) or _GROUPED.search(line.op_name)) or is_attention(line)
     return line.opcode in ("dot", "convolution", "ragged-dot")
 
 
@@ -157,11 +176,26 @@ def product_flops(line: Instruction, program: HloModule) -> float:
     """Return the floating-point operations of a matrix product or attention; 0 for other instructions."""
     if is_attention(line):
         return _attention_flops(line, program)
+    if line.opcode == "custom-call" and _GROUPED.search(line.op_name):
+        return _grouped_flops(line, program)
     contracted = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d",]+)', line.attributes)
     if not contracted or not is_product(line):
         return 0.0
     (left, *_), (result, *_) = arrays(program.by_name[line.operands[0]].shape), arrays(line.shape)
     return 2.0 * math.prod(result.dims) * math.prod(left.dims[int(n)] for n in re.findall(r"\d+", contracted[1]))
+
+
+def _grouped_flops(line: Instruction, program: HloModule) -> float:
+    """Return the FLOPs of a product of rows in groups, of the rows that exist if routing is balanced.
+
+    Of its arrays only the rows [S, D] and [S, F] have two dimensions: its operands, or one of them and the result.
+    """
+    shapes = [program.by_name[name].shape for name in line.operands] + [line.shape]
+    sides = [array.dims for shape in shapes for array in arrays(shape) if len(array.dims) == _MATRIX_DIMS]
+    if len(sides) < _MATRIX_DIMS:
+        return 0.0
+    (rows, width), (_, other), *_ = sides
+    return 2.0 * line.filled * rows * width * other
 
 
 def _attention_flops(line: Instruction, program: HloModule) -> float:

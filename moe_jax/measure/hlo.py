@@ -22,6 +22,10 @@ _CALLED = re.compile(
     r"(?:\{([^}]*)\}|%([\w.-]+))"
 )
 _TRIP_COUNT = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
+# scopes of models/grouped_matmul.py and models/grouped_products.py
+_AT_MOST = re.compile(r"\bat_most_(\d+)\b")
+_FILLED = re.compile(r"\bfilled_(\d+)_percent\b")
+_CHAIN = re.compile(r'chain_id="(\d+)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _FRAMES = re.compile(r"\nFileNames\n.*?\nStackFrames\n(?:\d+ \{[^\n]*\n)*", re.DOTALL)
 _FRAME = re.compile(r" ?(?:stack_frame_id=\d+|source_(?:file|(?:end_)?line|(?:end_)?column)=(?:\"[^\"]*\"|\d+))")
@@ -48,6 +52,12 @@ class Instruction:
         found = _OP_NAME.search(self.attributes)
         return found[1] if found else ""
 
+    @property
+    def filled(self) -> float:
+        """The share of the rows that exist if routing is balanced, of a product of rows in groups of any size."""
+        shares = _FILLED.findall(self.op_name)
+        return int(shares[-1]) / 100 if shares else 1.0
+
     @cached_property
     def called(self) -> tuple[str, ...]:
         """Computations that the instruction runs or applies; a loop's condition is left out."""
@@ -58,6 +68,12 @@ class Instruction:
     def is_control(self) -> bool:
         """Whether the instruction runs other computations, in which the time is spent."""
         return self.opcode in ("while", "conditional", "call")
+
+    @property
+    def chain(self) -> str | None:
+        """What the parts of one collective share that XLA:TPU splits over fusions; None for other instructions."""
+        found = _CHAIN.search(self.attributes)
+        return f"chain {found[1]}" if found else None
 
     def number(self, name: str) -> int | None:
         """Return an integer from the backend's config, e.g. estimated_cycles, or None."""
@@ -120,6 +136,13 @@ class HloModule:
         limits = [line.operands[0] for line in lines if line.opcode == "constant"]
         counts = any(line.opcode == "compare" and "direction=LT" in line.attributes for line in lines)
         return int(limits[0]) if counts and len(limits) == 1 and limits[0].isdecimal() else None
+
+    def balanced_trip_count(self, loop: Instruction) -> float | None:
+        """Return how often a loop over rows runs if routing is balanced: it has the trip count in no other place than
+        its scopes. None for other loops.
+        """
+        most = _AT_MOST.findall(loop.op_name)
+        return max(int(most[-1]) * loop.filled, 1.0) if most else None
 
     def operand_bytes(self, instruction: Instruction) -> list[float]:
         """Return the bytes of each operand."""

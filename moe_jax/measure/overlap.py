@@ -13,9 +13,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from moe_jax.measure.costs import (
+    FusedPart,
     Link,
     collective_of,
     compute_seconds,
+    fused_part,
     link_seconds,
     matrix_products,
     only_overflows,
@@ -77,6 +79,7 @@ class Replay:
     collectives: tuple[Collective, ...]  # in order of issue
     step_s: float
     unknown_loops: tuple[str, ...]  # replayed once, since their trip count is unknown
+    balanced_loops: tuple[str, ...] = ()  # over the rows that exist: replayed as often as balanced routing needs
     idle_s: float = 0.0  # waiting for other stages
     stage: int = 0  # whose timeline this is
 
@@ -112,7 +115,9 @@ class _Replay:
     collectives: list[Collective] = field(default_factory=list)
     # start → index of its collective, and compute seconds and products before it
     open: dict[str, tuple[int, float, int]] = field(default_factory=dict)
-    unknown_loops: list[str] = field(default_factory=list)
+    # names of loops as keys
+    unknown_loops: dict[str, None] = field(default_factory=dict)
+    balanced_loops: dict[str, None] = field(default_factory=dict)
     passes: Passes = field(default_factory=dict)
     stage: int = 0
     idle_s: float = 0.0
@@ -127,9 +132,17 @@ def replay(program: HloModule, target: Target, num_devices: int, passes: Passes 
         tuple(walk.collectives),
         walk.now_s,
         tuple(walk.unknown_loops),
+        tuple(walk.balanced_loops),
         walk.idle_s,
         walk.stage,
     )
+
+
+def loop_seconds(loop: Instruction, program: HloModule, target: Target) -> float:
+    """Return the seconds of a loop that contains no collective; 0 if its rows only exist when lanes overflow."""
+    walk = _Replay(program, target, num_devices=1)
+    _loop(walk, loop)
+    return walk.now_s
 
 
 def _run(walk: _Replay, lines: Iterable[Instruction]) -> None:
@@ -138,9 +151,11 @@ def _run(walk: _Replay, lines: Iterable[Instruction]) -> None:
             _loop(walk, line)
         elif line.opcode == "conditional":
             branches = [walk.program.computations[name] for name in line.called]
-            _run(walk, min(branches, key=lambda branch: _alone_s(walk, branch)))
+            _run(walk, min(branches, key=lambda branch: _alone(walk, branch).now_s))
         elif line.opcode == "call":
             _run(walk, walk.program.computations[line.called[0]])
+        elif part := fused_part(line, walk.program):
+            _fused(walk, line, part)
         elif _is_end(line):
             _finish(walk, line)
         elif (collective := collective_of(line, walk.program)) is not None:
@@ -160,18 +175,30 @@ def _loop(walk: _Replay, line: Instruction) -> None:
         if walk.passes[name][walk.iteration][walk.stage]:
             _run(walk, body)
         return
-    iterations = walk.program.trip_count(line)
-    if iterations is None:
-        walk.unknown_loops.append(line.name)
+    iterations = _iterations(walk, line)
     if collective_of(line, walk.program) is None:
-        _compute(walk, line, _alone_s(walk, body) * (iterations or 1), iterations or 1)
+        alone = _alone(walk, body)
+        walk.unknown_loops |= alone.unknown_loops
+        walk.balanced_loops |= alone.balanced_loops
+        _compute(walk, line, alone.now_s * iterations, round(iterations))
         return
     outer = walk.iteration, walk.iterations
-    walk.iterations = iterations or 1
+    walk.iterations = round(iterations)
     for iteration in range(walk.iterations):
         walk.iteration = iteration
         _run(walk, body)
     walk.iteration, walk.iterations = outer
+
+
+def _iterations(walk: _Replay, line: Instruction) -> float:
+    known, balanced = walk.program.trip_count(line), walk.program.balanced_trip_count(line)
+    if known is not None:
+        return known
+    if balanced is not None:
+        walk.balanced_loops[line.name] = None
+        return balanced
+    walk.unknown_loops[line.name] = None
+    return 1
 
 
 def _pass_of(walk: _Replay, line: Instruction) -> str | None:
@@ -190,7 +217,7 @@ def _ticks(walk: _Replay, body: Sequence[Instruction]) -> None:
     for tick, stages in enumerate(table):
         for stage, counts in enumerate(stages):
             if counts not in seconds:
-                seconds[counts] = _alone_s(walk, body, tick, stage)
+                seconds[counts] = _alone(walk, body, tick, stage).now_s
     busy_s = [sum(seconds[counts] for counts in own) for own in zip(*table, strict=True)]
     walk.stage = busy_s.index(max(busy_s))
     outer = walk.iteration, walk.iterations
@@ -225,10 +252,22 @@ def _compute(walk: _Replay, line: Instruction, seconds: float, iterations: int =
     walk.done_products += products
 
 
-def _communicate(walk: _Replay, line: Instruction, collective: Instruction) -> None:
+def _fused(walk: _Replay, line: Instruction, part: FusedPart) -> None:
+    collective = collective_of(line, walk.program)
+    assert collective is not None, "each part contains it"
+    if part == "start":
+        _communicate(walk, line, collective, collective.chain)
+    elif part == "done" and collective.chain in walk.open:
+        _wait(walk, walk.open.pop(collective.chain))
+    else:
+        _compute(walk, line, compute_seconds(line, walk.program, walk.target))
+
+
+def _communicate(walk: _Replay, line: Instruction, collective: Instruction, chain: str | None = None) -> None:
+    """Issue a collective. With a chain it is asynchronous, and `walk.open` knows it by that."""
     seconds = link_seconds(collective, walk.program, walk.target, walk.num_devices)
     # XLA:GPU also writes start and done for synchronous collectives
-    is_async = line.opcode.endswith("-start") and '"is_sync":true' not in line.attributes
+    is_async = chain is not None or (line.opcode.endswith("-start") and '"is_sync":true' not in line.attributes)
     start_s = max([walk.now_s, *(walk.link_free_s[link] for link in seconds)])
     walk.link_free_s |= {link: start_s + each for link, each in seconds.items()}
     task = Collective(
@@ -242,7 +281,7 @@ def _communicate(walk: _Replay, line: Instruction, collective: Instruction) -> N
         iterations=walk.iterations,
     )
     if is_async:
-        walk.open[line.name] = len(walk.collectives), walk.done_compute_s, walk.done_products
+        walk.open[chain or line.name] = len(walk.collectives), walk.done_compute_s, walk.done_products
     else:
         task = replace(task, exposed_s=task.end_s - walk.now_s)
         walk.now_s = task.end_s
@@ -260,6 +299,11 @@ def _finish(walk: _Replay, line: Instruction) -> None:
     if line.opcode.endswith("-update"):
         walk.open[line.name] = started
         return
+    _wait(walk, started)
+
+
+def _wait(walk: _Replay, started: tuple[int, float, int]) -> None:
+    """Let compute wait for a collective, an entry of `walk.open`."""
     index, compute_before_s, products_before = started
     task = walk.collectives[index]
     wait_s = max(task.end_s - walk.now_s, 0.0)
@@ -272,8 +316,8 @@ def _finish(walk: _Replay, line: Instruction) -> None:
     walk.now_s += wait_s
 
 
-def _alone_s(walk: _Replay, lines: Iterable[Instruction], tick: int = 0, stage: int = 0) -> float:
-    """Return the seconds of a computation by itself."""
+def _alone(walk: _Replay, lines: Iterable[Instruction], tick: int = 0, stage: int = 0) -> _Replay:
+    """Return the replay of a computation by itself."""
     inner = _Replay(walk.program, walk.target, walk.num_devices, passes=walk.passes, iteration=tick, stage=stage)
     _run(inner, lines)
-    return inner.now_s
+    return inner

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from moe_jax.measure.costs import collective_of
+from moe_jax.measure.costs import collective_of, fused_part
 from moe_jax.measure.hlo import HloModule, Instruction
 from moe_jax.measure.overlap import Collective, ComputeInstruction, Replay
 from moe_jax.schedule.actions import NO_BLOCK, Action, ScheduleError, Stream, three_streams
@@ -135,6 +135,8 @@ def _parts_of(program: HloModule) -> dict[str, list[Action]]:
             name, own = origin
             if (action := action_of(program.op_name(line))) and action != own:
                 parts[name].append(action)
+        elif fused_part(line, program):  # its other results are those of another task
+            continue
         elif not line.is_control and (collective := collective_of(line, program)):
             source[line.name] = collective.name, action_of(program.op_name(collective) or program.op_name(line))
     return parts

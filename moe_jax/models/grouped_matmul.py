@@ -2,10 +2,14 @@
 
 Groups are padded with rows of 0 to whole tiles, so that a tile of rows has one matrix. `tile` is the number of rows of
 a tile, and sizes of groups are multiples of it. Rows beyond the groups may hold anything.
+
+Loops run over the tiles that exist. A compiled program does not tell how many that are, so a scope tells how many fit:
+`measure.hlo` reads it.
 """
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +47,13 @@ def _tile_by_tile(x: jax.Array, w: jax.Array, size_L: jax.Array, tile: int, cont
         return jax.lax.dynamic_update_slice_in_dim(y, out, i * tile, axis=0)
 
     zeros = jnp.zeros((len(x), w.shape[3 - contracted]), x.dtype)
-    return jax.lax.fori_loop(0, end_L[-1] // tile, body, zeros)
+    with _at_most(len(x) // tile):
+        return jax.lax.fori_loop(0, end_L[-1] // tile, body, zeros)
+
+
+def _at_most(iterations: int) -> AbstractContextManager[None]:
+    """Open a scope that tells how often a loop in it runs if all rows exist."""
+    return jax.named_scope(f"at_most_{iterations}")
 
 
 def _forward(x: jax.Array, w: jax.Array, size_L: jax.Array, tile: int, product: Callable[..., jax.Array]) -> tuple:
@@ -55,6 +65,7 @@ def weight_gradient(
 ) -> Float[Array, "L D F"]:
     """Return the gradient of the matrix of each group: one group after another, summed over its tiles in float32."""
     shape = x_SD.shape[1], dy_SF.shape[1]
+    tiles_of_group = -(-len(x_SD) // (tile * len(size_L)))  # on average
 
     def group(first: jax.Array, size: jax.Array) -> tuple[jax.Array, jax.Array]:
         def body(i: jax.Array, total_DF: jax.Array) -> jax.Array:
@@ -63,7 +74,8 @@ def weight_gradient(
                 rows, d_rows, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
             )
 
-        total_DF = jax.lax.fori_loop(0, size // tile, body, jnp.zeros(shape, jnp.float32))
+        with _at_most(tiles_of_group):
+            total_DF = jax.lax.fori_loop(0, size // tile, body, jnp.zeros(shape, jnp.float32))
         return first + size, total_DF.astype(x_SD.dtype)
 
     return jax.lax.scan(group, jnp.int32(0), size_L)[1]

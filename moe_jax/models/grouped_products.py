@@ -24,6 +24,7 @@ class GroupedProduct(NamedTuple):
     width_multiple: int = 1  # widths must be multiples of it
     # rows, cotangents, sizes, tile → one matrix per group
     weight_gradient: Callable[..., jax.Array] = weight_gradient
+    filled: float = 1.0  # the share of a buffer's rows that exist if routing is balanced
 
     def tile(self, rows: int, groups: int) -> int:
         """Return the tile for this many rows and groups.
@@ -34,8 +35,13 @@ class GroupedProduct(NamedTuple):
         return min(max(1 << (share.bit_length() - 1), self.min_tile), self.max_tile)
 
     def of(self, size_L: Int[Array, " L"], rows: int, tile: int) -> Product:
-        """Return the product as experts call it, for buffers of `rows` rows."""
+        """Return the product as experts call it, for buffers of `rows` rows.
 
+        A scope tells which share of them balanced routing fills, for estimates from compiled programs.
+        """
+        in_scope = jax.named_scope(f"filled_{round(100 * self.filled)}_percent")
+
+        @in_scope
         def multiply(x: jax.Array, w: jax.Array, size_L: jax.Array) -> jax.Array:
             return self.multiply(x, w.astype(x.dtype), size_L, tile)
 
@@ -43,7 +49,7 @@ class GroupedProduct(NamedTuple):
             group = jnp.minimum(group_of_tiles(size_L, rows // tile, tile), len(vector) - 1)
             return jnp.repeat(vector[group], tile, axis=0)
 
-        return Product(multiply, of_rows, partial(self.weight_gradient, tile=tile), (size_L,))
+        return Product(multiply, of_rows, in_scope(partial(self.weight_gradient, tile=tile)), (size_L,))
 
 
 # By the names of train.grouped_product. The first of a platform is the one for `auto`, unless products are timed.

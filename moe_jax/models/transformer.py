@@ -25,7 +25,13 @@ from moe_jax.models.attention import attend
 from moe_jax.models.attention.core import AttentionImpl
 from moe_jax.models.dispatch import dispatch_compute_combine
 from moe_jax.models.dispatchers import dispatcher_of
-from moe_jax.models.dispatchers.protocol import DispatchMetadata, ExpertRows, buffer_of, full_capacity
+from moe_jax.models.dispatchers.protocol import (
+    DispatchMetadata,
+    ExpertRows,
+    balanced_fill,
+    buffer_of,
+    full_capacity,
+)
 from moe_jax.models.gates import gate_of
 from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct, product_name
@@ -58,6 +64,7 @@ class ComputeConfig:
     seed: int = 0  # of the random numbers of gates
     loss_chunk: int | None = None  # tokens whose logits are in memory at once; None: see moe_jax.config.loss_chunks
     grouped_product: str = "blocks"  # the product of rows in groups of any size, never auto
+    balanced_fill: float = 1.0  # the share of a dropless buffer's rows that exist if routing is balanced
 
     @property
     def route(self) -> DispatchRoute:
@@ -68,7 +75,7 @@ class ComputeConfig:
     @property
     def product(self) -> GroupedProduct:
         """The product of rows in groups of any size."""
-        return GROUPED_PRODUCTS[self.platform][self.grouped_product]
+        return GROUPED_PRODUCTS[self.platform][self.grouped_product]._replace(filled=self.balanced_fill)
 
     def ep_size(self) -> int:
         """Return the number of ranks that have different experts. Runs inside `shard_map`."""
@@ -110,6 +117,7 @@ class ComputeConfig:
             seed=config.train.seed,
             loss_chunk=config.train.loss_chunk,
             grouped_product=product_name(config, platform, mesh.shape[Axis.TENSOR]),
+            balanced_fill=balanced_fill(config.model.moe, config.exchange.rank_capacity_factor, size),
         )
 
 

@@ -1,10 +1,12 @@
 """The named device mesh. Only this module defines the names of the axes and their order."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType
 
 from moe_jax import config
@@ -23,6 +25,7 @@ class Axis(StrEnum):
 
 ALL_AXES = tuple(Axis)  # in the order by which devices are numbered
 Axes = Axis | tuple[Axis, ...]  # the axes of a collective: one, or several that act as one
+_BETWEEN_SLICES = (Axis.DATA, Axis.PIPELINE)  # of TPUs
 BATCH_AXES = (Axis.DATA, Axis.EXPERT)  # sequences are sharded over both
 # the tokens of a sequence are sharded over context and tensor ranks
 TOKEN_AXES = (*BATCH_AXES, Axis.CONTEXT, Axis.TENSOR)
@@ -94,19 +97,54 @@ def found_devices() -> list[jax.Device]:
 
 
 def make_mesh(settings: config.MeshConfig, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
-    """Return the mesh over `devices` (default: all devices of all processes). Raises MeshError."""
+    """Return the mesh over `devices` (default: all devices of all processes). Raises MeshError.
+
+    Neighbours along the last axes are neighbours along the links of a slice of TPUs, and an axis fills whole sides of
+    the slice if the sizes allow it. `slices_along_axes` tells where several slices lie.
+    """
     devices = found_devices() if devices is None else devices
     sizes = mesh_sizes(settings, len(devices))
+    slices = Counter(getattr(device, "slice_index", 0) for device in devices)
     try:
-        return jax.make_mesh(
-            tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=tuple(devices)
-        )
+        if devices[0].platform == "tpu" and len(slices) > 1:
+            outside = slices_along_axes(sizes, list(slices.values()))
+            inside = tuple(size // outside[axis] for axis, size in sizes.items())
+            placed = mesh_utils.create_hybrid_device_mesh(
+                inside, tuple(outside.values()), devices, allow_split_physical_axes=True
+            )
+        else:  # several slices of GPUs: nodes follow each other, as the numbers of devices do
+            placed = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
     except NotImplementedError:  # raised for shapes that do not fit the links of TPUs
         text = " × ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
         raise MeshError(
-            f"mesh: {text} cannot be laid along the links of these {len(devices)} devices: an axis fills whole "
-            "sides of a slice, so use other sizes, or a slice of another shape"
+            f"mesh: {text} cannot be laid along the links of these {len(devices)} devices: "
+            "use other sizes, or a slice of another shape"
         ) from None
+    return jax.sharding.Mesh(placed, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def slices_along_axes(sizes: Mapping[Axis, int], slice_sizes: Sequence[int]) -> dict[Axis, int]:
+    """Return how many slices of TPUs lie along each axis: as many as possible along `data`, the others along
+    `pipeline`.
+
+    All other axes stay inside a slice, since the network between slices is slow. `slice_sizes` are numbers of devices.
+    Raises MeshError.
+    """
+    left = len(slice_sizes)
+    if len(set(slice_sizes)) > 1:
+        raise MeshError(f"mesh: the slices have {', '.join(map(str, slice_sizes))} devices: use slices of equal size")
+    along = dict.fromkeys(sizes, 1)
+    for axis in _BETWEEN_SLICES:
+        along[axis] = math.gcd(left, sizes[axis])
+        left //= along[axis]
+    if left > 1:
+        text = " × ".join(f"{axis}={sizes[axis]}" for axis in _BETWEEN_SLICES)
+        inner = len(slice_sizes) * slice_sizes[0] // math.prod(sizes[axis] for axis in _BETWEEN_SLICES)
+        raise MeshError(
+            f"mesh: {text} does not divide into {len(slice_sizes)} slices, and other axes stay inside a slice of "
+            f"{slice_sizes[0]} devices, but take {inner}: make data × pipeline a multiple of {len(slice_sizes)}"
+        )
+    return along
 
 
 def expert_axis(settings: config.MeshConfig) -> Axes:

@@ -31,6 +31,8 @@ def describe(compiled: Compiled) -> str:
     ]
     if result.unknown_loops:
         facts.append(("loops taken once", f"{len(result.unknown_loops)} (their number of iterations is unknown)"))
+    if result.balanced_loops:
+        facts.append(("loops over rows", f"{len(result.balanced_loops)}, as long as balanced routing makes them"))
     if compiled.match:
         facts += _schedule_facts(compiled.match)
     return "\n".join([f"── {compiled.variant}", columns(facts), "", columns(list(_collective_rows(result))), ""])

@@ -1,21 +1,32 @@
-"""Compilation of the best plan for the cluster's hardware, which is not required, to correct the estimates."""
+"""Compilation of the best plan for the cluster's hardware, which is not required, to correct the estimates.
 
+Simulated steps do not know what a compiler makes of an order of tasks. So a plan with such an order is compared, as
+compiled, with the step in which the compiler decides the order.
+"""
+
+import dataclasses
 import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_jax.config import ScheduleConfig
 from moe_jax.config.draft import Draft
 from moe_jax.config.yaml_io import to_yaml
 from moe_jax.measure.targets import Target, TargetError, check_compiler, find_target
 from moe_jax.plan.candidates import divisors
 from moe_jax.plan.clusters import PRESETS, Cluster
 from moe_jax.plan.plan_text import dollars, plan_text, seconds, size
-from moe_jax.plan.planner import Plans, plan
+from moe_jax.plan.planner import PlanError, Plans, plan
 from moe_jax.report.compiled import Compiled, CompileError, Job, analyse, compile_job
 
-_MOST = 3  # the most plans that are compiled
+_MOST = 3  # the most plans that are compiled for one that fits
+# what gives tasks an order
+_ORDER = (
+    *("policy", "microbatches", "backward_microbatches", "expert_chunks"),
+    *("weight_grad", "grad_reduce", "bucket_cap_mb"),
+)
 _GIB = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -68,7 +79,8 @@ def target_of(cluster: Cluster) -> Target:
 
 
 def compile_plans(draft: Draft, cluster: Cluster, report: Callable[[str], None]) -> CompiledPlan:
-    """Plan and compile. If the compiled step does not fit, plan again with the estimates of memory corrected.
+    """Plan and compile. If the compiled step does not fit, plan again with the estimates of memory corrected. If a step
+    without an order of tasks is faster as compiled, that is the plan.
 
     `report` receives the text of each plan, and then of its compiled step. Raises UserError, also if nothing fits.
     """
@@ -79,12 +91,45 @@ def compile_plans(draft: Draft, cluster: Cluster, report: Callable[[str], None])
         found = _compile(plans, target)
         report(describe(found))
         if found.fits:
-            return found
+            return _faster(found, draft, max(memory_factor, found.memory_factor), report)
         memory_factor = max(memory_factor, found.memory_factor)
     raise CompileError(
         f"--compile {target.name}: none of {_MOST} plans fits: "
         "use a larger cluster, or a smaller train.batch_size or exchange.rank_capacity_factor"
     )
+
+
+def _faster(ordered: CompiledPlan, draft: Draft, memory_factor: float, report: Callable[[str], None]) -> CompiledPlan:
+    """Return the faster one of a compiled plan and, if `draft` leaves that open, its mesh without an order of tasks."""
+    facts = ordered.plans.config.step_facts
+    if "schedule.policy" not in draft.open or not facts.orders_tasks or facts.has_ticks:
+        return ordered
+    defaults = {name: getattr(ScheduleConfig(), name) for name in _ORDER if f"schedule.{name}" in draft.open}
+    plain = dataclasses.replace(
+        draft,
+        mesh=ordered.plans.config.mesh,
+        schedule=dataclasses.replace(draft.schedule, **defaults),
+        open=frozenset(name for name in draft.open if not name.startswith("mesh."))
+        - {f"schedule.{name}" for name in defaults},
+    )
+    try:
+        plans = plan(plain, ordered.plans.cluster, memory_factor)
+    except PlanError as error:
+        report(f"unordered   no such step fits: {error}")
+        return ordered
+    unordered = _compile(plans, ordered.target)
+    assert ordered.compiled is not None
+    if unordered.compiled is None or not unordered.fits:
+        report(f"unordered   wants {size(unordered.allocated_bytes)}, does not fit")
+        return ordered
+    ordered_s, unordered_s = ordered.compiled.replay.step_s, unordered.compiled.replay.step_s
+    chosen = unordered if unordered_s < ordered_s else ordered
+    order = "is the plan" if chosen is unordered else "the order of tasks is kept"
+    report(f"unordered   {seconds(unordered_s)} as compiled, × {unordered_s / ordered_s:.2f}: {order}")
+    if chosen is unordered:
+        report(plan_text(plans))
+        report(describe(unordered))
+    return chosen
 
 
 def _compile(plans: Plans, target: Target) -> CompiledPlan:

@@ -1,7 +1,8 @@
 """Compiler options that stop XLA from undoing a schedule, as plain data, each with its reason.
 
-The effects were read off scheduled programs for v5p and h100 with jax 0.10.2 (`python -m moe_jax.report --compile`).
-XLA reports an error for a flag that it does not know, so each set holds only flags that its platform accepts.
+The effects were read off scheduled programs with jax 0.10.2 (`python -m moe_jax.report --compile`), of each generation
+of TPUs in `profiling/results/same_program_*.json`. XLA reports an error for a flag that it does not know, so each set
+holds only flags that its platform accepts.
 """
 
 from typing import NamedTuple
@@ -22,11 +23,13 @@ _TPU = (
     Flag("xla_tpu_force_async_all_to_all", "true", "with the one above alone, about half stay synchronous"),
     Flag("xla_tpu_enable_async_ragged_all_to_all", "true", "a ragged all-to-all is synchronous otherwise"),
     Flag("xla_jf_crs_combiner_threshold_in_bytes", "1", "all-reduces are merged into one after the step otherwise"),
+)
+_SPARSE_CORE = (
     Flag(
         "xla_tpu_enable_sparse_core_collective_offload_all_reduce",
         "true",
-        "an all-reduce is synchronous on the TensorCore; on the SparseCore (v5p, v6e; tpu7x does it by itself, v5e has "
-        "none) 9 of 10 chunks overlap with compute",
+        "an all-reduce is synchronous on the TensorCore; on the SparseCore (v5p, v6e; tpu7x does it by itself) 9 of 10 "
+        "chunks overlap with compute",
     ),
     Flag(
         "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
@@ -34,6 +37,18 @@ _TPU = (
         "as above, of sums that optimizer.zero scatters: all 53 of a step of 8 blocks have a start and a done",
     ),
 )
+_ALL_REDUCE_IN_FUSIONS = "an all-reduce is synchronous otherwise; in parts of fusions it overlaps with their products"
+_FUSED = tuple(
+    Flag(name, "true", _ALL_REDUCE_IN_FUSIONS)
+    for name in (
+        "xla_tpu_enable_async_collective_fusion",
+        "xla_tpu_enable_async_collective_fusion_fuse_all_reduce",
+        "xla_tpu_enable_async_collective_fusion_multiple_steps",
+        "xla_tpu_overlap_compute_collective_tc",
+        "xla_enable_async_all_reduce",
+    )
+)
+_NO_SPARSE_CORE = ("TPU v5 lite", "TPU v5e")  # jax's names of v5e
 _GPU = (
     Flag("xla_gpu_dot_merger_threshold_mb", 0, "microbatches' products are merged into one otherwise"),
     Flag("xla_gpu_all_reduce_combine_threshold_bytes", 0, "chunks of gradients are merged otherwise"),
@@ -58,9 +73,12 @@ _GPU = (
 FLAGS: dict[str, tuple[Flag, ...]] = {"tpu": _TPU, "gpu": _GPU, "cpu": ()}
 
 
-def compiler_options(platform: str) -> dict[str, Value]:
-    """The options of a platform (tpu, gpu or cpu).
+def compiler_options(platform: str, device_kind: str) -> dict[str, Value]:
+    """The options of a platform (tpu, gpu or cpu), for a kind of device as jax names it.
 
     For `jax.jit(…, compiler_options=…)` or `lowered.compile(compiler_options=…)`.
     """
-    return {flag.name: flag.value for flag in FLAGS[platform]}
+    flags = FLAGS[platform]
+    if platform == "tpu":
+        flags += _FUSED if device_kind in _NO_SPARSE_CORE else _SPARSE_CORE
+    return {flag.name: flag.value for flag in flags}

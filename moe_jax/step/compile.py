@@ -2,8 +2,9 @@
 
 The result depends on the program, on the compiler's options and, on GPUs, on a profile. XLA:GPU's scheduler has no
 instruction times of its own: it treats all fusions as equally long. So a scheduled step is compiled twice on GPUs, the
-second time with estimated instruction times of the first program as its profile (`measure/profile.py`). The estimates
-follow from the program's text and from published rates, so all processes of a run compute the same profile.
+second time with estimated instruction times of the first program as its profile (`measure/profile.py`). Small steps may
+lose by it, so the faster program is kept. The estimates follow from the program's text and from published rates, so
+all processes of a run compute the same profile and keep the same program.
 """
 
 import dataclasses
@@ -22,6 +23,7 @@ from moe_jax.config import Config
 from moe_jax.distributed.hosts import hosts
 from moe_jax.distributed.processes import is_main_process
 from moe_jax.measure.hlo import parse
+from moe_jax.measure.overlap import replay
 from moe_jax.measure.profile import estimated_profile
 from moe_jax.measure.targets import Target, target_of
 from moe_jax.parallel.sharding import BATCH_SPEC
@@ -42,13 +44,21 @@ class StepProgram:
     num_devices: int
 
     def compile(self) -> Compiled:
-        """Compile the step, twice if it has a `target`. Raises JaxRuntimeError if the compiler rejects it."""
+        """Compile the step, twice if it has a `target`, and keep the program that is faster by its estimate.
+
+        Raises JaxRuntimeError if the compiler rejects it.
+        """
         first = self.lowered.compile({**self.options})
         if self.target is None:
             return first
-        profile = estimated_profile(parse(first.as_text() or ""), self.target, self.num_devices)
+        program = parse(first.as_text() or "")
+        profile = estimated_profile(program, self.target, self.num_devices)
         with_profile: dict[str, Any] = {**self.options, _PROFILE: profile.encode()}
-        return self.lowered.compile(with_profile)
+        second = self.lowered.compile(with_profile)
+        first_s, second_s = (
+            replay(each, self.target, self.num_devices).step_s for each in (program, parse(second.as_text() or ""))
+        )
+        return second if second_s <= first_s else first
 
     @functools.cached_property
     def fingerprint(self) -> str:

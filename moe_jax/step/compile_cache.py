@@ -39,7 +39,7 @@ def compiled(source: Lowered | StepProgram) -> Compiled:
     lowered, key = (
         (source.lowered, source.fingerprint)
         if isinstance(source, StepProgram)
-        else (source, (source.as_text(), compiler_options(jax.default_backend())))
+        else (source, (source.as_text(), compiler_options(jax.default_backend(), jax.devices()[0].device_kind)))
     )
     path = _path(key, jax.process_index())
     if path.exists():

@@ -102,7 +102,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     if EXCHANGE_FACTS.of(compute.exchange).in_background or config.exchange.in_background:
         background.connect(mesh)
 
-    options = compiler_options(compute.platform) if kind.facts.orders_tasks else {}
+    options = compiler_options(compute.platform, mesh.devices.flat[0].device_kind) if kind.facts.orders_tasks else {}
 
     def step(state: State, token_BN1: jax.Array, max_loss: jax.Array | None = None) -> tuple[State, Metrics]:
         own = functools.partial(train_step, context=context, gradients=kind.gradients)

@@ -187,6 +187,35 @@ def test_estimated_cycles_come_before_the_roofline() -> None:
     assert matrix_products(without.by_name["f"], without) == 1
 
 
+def test_cycles_that_say_unknown_are_no_time() -> None:
+    """The compiler writes the largest integer for kernels of the SparseCore; added up, a step took centuries."""
+    cycles = f'backend_config={{"estimated_cycles":"{2**63 - 1}"}}'
+    toy = program(f"%p = f32[4] parameter(0)\n%s = f32[4] scatter(%p), {cycles}")
+    assert compute_seconds(toy.by_name["s"], toy, TOY) == pytest.approx((16 + 16) * 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("call", "flops"),
+    [
+        ("%y = f32[8,6] custom-call(%n, %x, %w), {0}/ragged_dot_general/ragged-dot-none", 2 * 8 * 5 * 6),
+        ("%y = f32[8,6] custom-call(%n, %x, %w), {0}/grouped_rows/pallas_call", 2 * 8 * 5 * 6),
+        ("%y = f32[3,5,6] custom-call(%n, %x, %dy), {0}/grouped_weights/pallas_call", 2 * 8 * 5 * 6),
+        ("%y = s32[3] custom-call(%n), {0}/ragged-dot-metadata", 0),
+    ],
+)
+def test_a_product_in_groups_costs_the_rows_that_balanced_routing_fills(call: str, flops: int) -> None:
+    name, scopes = call.split(", {0}")
+    toy = program(
+        f"""%n = s32[3] parameter(0)
+        %x = f32[8,5] parameter(1)
+        %dy = f32[8,6] parameter(2)
+        %w = f32[3,5,6] parameter(3)
+        {name}, custom_call_target="kernel", metadata={{op_name="jit(step)/filled_50_percent{scopes}"}}"""
+    )
+    assert product_flops(toy.by_name["y"], toy) == flops / 2
+    assert matrix_products(toy.by_name["y"], toy) == (flops > 0)
+
+
 def test_library_products_count_as_products() -> None:
     toy = program(
         """%a = f32[4,5] parameter(0)

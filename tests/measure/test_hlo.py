@@ -1,9 +1,12 @@
 """Scheduled HLO, read: order, shapes, what calls what, how often loops turn."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from moe_jax.errors import UserError
 from moe_jax.measure.hlo import num_bytes, parse
+from moe_jax.models.grouped_products import GROUPED_PRODUCTS
 from tests.measure.programs import program, saved
 
 
@@ -73,3 +76,19 @@ def test_an_instruction_that_the_compiler_made_has_the_scope_of_most_of_its_insi
 def test_text_that_is_not_scheduled_is_refused(text: str) -> None:
     with pytest.raises(UserError, match=r"compiled\.as_text"):
         parse(text)
+
+
+def test_loops_over_rows_tell_how_many_rows_balanced_routing_makes() -> None:
+    """Of 128 rows in tiles of 8 for 4 groups half exist: 8 tiles, and 2 of each group. Forward and backward."""
+    grouped = GROUPED_PRODUCTS["cpu"]["blocks"]._replace(filled=0.5)
+
+    def total(x: jax.Array, w: jax.Array, size_L: jax.Array) -> jax.Array:
+        product = grouped.of(size_L, len(x), 8)
+        return product.multiply(x, w, *product.groups).sum()
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((128, 4), (4, 4, 4))]
+    compiled = jax.jit(jax.grad(total, (0, 1))).lower(*shapes, jax.ShapeDtypeStruct((4,), jnp.int32)).compile()
+    program = parse(compiled.as_text() or "")
+    loops = [line for line in program.by_name.values() if line.opcode == "while"]
+    trips = sorted((program.balanced_trip_count(loop) or 0, program.trip_count(loop) or 0) for loop in loops)
+    assert trips == [(0, 4), (2, 0), (8, 0)]

@@ -84,6 +84,33 @@ def test_collectives_behind_generic_starts_and_updates_are_seen() -> None:
     assert us(transfer.inside_s, transfer.exposed_s) == [20, 20]
 
 
+def test_a_collective_split_into_parts_of_fusions_is_in_flight_from_its_start_to_its_done() -> None:
+    """As on TPUs without a SparseCore: parts are fusions, of which the steps compute something else."""
+    reduced = (
+        '%{0}.r = u8[40] all-reduce(%{0}.p), channel_id=3, replica_groups={{0,1}}, frontend_attributes={chain_id="0"}'
+    )
+    ends = {"s": 'custom_call_target="AsyncCollectiveStart"', "d": 'custom_call_target="AsyncCollectiveDone"'}
+
+    def part(name: str, *more: str) -> str:
+        lines = [f"%{name}.p = u8[40] parameter(0)", reduced.replace("{0}", name), *more]
+        return f"%{name}.body () -> u8[40] {{\n" + "\n".join(f"  {line}" for line in lines) + "\n}\n"
+
+    others = part("s", f"%s.c = u8[40] custom-call(%s.r), {ends['s']}") + part(
+        "d", f"%d.c = u8[40] custom-call(%d.r), {ends['d']}"
+    )
+    others += part("t", "%t.a = f32[4,4] parameter(1)", "%t.d = f32[4,4] dot(%t.a, %t.a), lhs_contracting_dims={1}")
+
+    def fusion(name: str, cycles: int) -> str:
+        cost = f'backend_config={{"estimated_cycles":"{cycles}"}}'
+        return f"%{name} = u8[40] fusion(%x40), kind=kCustom, calls=%{name}.body, {cost}"
+
+    result = run(work("a", 5), fusion("s", 0), fusion("t", 30), work("b", 2), fusion("d", 0), others=others)
+    (transfer,) = result.collectives
+    assert (transfer.kind, transfer.is_async, transfer.inside_products) == ("all-reduce", True, 1)
+    assert us(transfer.seconds, transfer.inside_s, transfer.exposed_s) == [40, 32, 8]
+    assert us(result.step_s, result.compute_s) == [45, 37]
+
+
 def loop(turns: int, *body: str) -> tuple[str, str]:
     """A loop's line and its computations."""
     inside = "\n".join(f"  {line}" for line in body)
@@ -124,6 +151,41 @@ def test_a_loop_for_rows_that_overflow_takes_no_turn() -> None:
     result = run(line + ', metadata={op_name="step/W.expert.0.0/overflow/while"}', work("after", 1), others=others)
     assert us(result.step_s) == [1]
     assert result.unknown_loops == ()
+
+
+def rows_loop(name: str, scopes: str, *body: str) -> tuple[str, str]:
+    """A loop whose limit is computed, in scopes, and its computations."""
+    inside = "\n".join(f"  {line}" for line in body)
+    others = (
+        f"%{name}.turn () -> s32[] {{\n{inside}\n}}\n%{name}.ends () -> pred[] {{\n  %{name}.i = s32[] parameter(0)\n"
+        f"  ROOT %{name}.more = pred[] compare(%{name}.i, %{name}.i), direction=LT\n}}\n"
+    )
+    scope = f'metadata={{op_name="jit(step)/F.expert.0.0/{scopes}/while"}}'
+    return f"%{name} = s32[] while(%x10), condition=%{name}.ends, body=%{name}.turn, {scope}", others
+
+
+def test_a_loop_over_rows_runs_as_often_as_balanced_routing_needs() -> None:
+    line, others = rows_loop("tiles", "filled_25_percent/at_most_12", work("b", 6))
+    result = run(line, work("after", 1), others=others)
+    assert us(result.step_s) == [3 * 6 + 1]
+    assert (result.balanced_loops, result.unknown_loops) == (("tiles",), ())
+
+
+def test_a_loop_over_rows_with_less_than_a_turn_takes_one() -> None:
+    line, others = rows_loop("tiles", "filled_25_percent/at_most_2", work("b", 6))
+    assert us(run(line, others=others).step_s) == [6]
+
+
+def test_loops_of_unknown_length_are_told_wherever_they_are() -> None:
+    """In another loop, too; but not those of a branch that does not run."""
+    inner, inner_body = rows_loop("inner", "anything", work("b", 6))
+    other, other_body = rows_loop("other", "anything", work("c", 60))
+    outer, outer_body = loop(4, inner)
+    branches = f"%p () -> f32[2] {{\n  {work('d', 1)}\n}}\n%q () -> f32[2] {{\n  {other}\n}}\n"
+    branch = "%c = f32[2] conditional(%x10), branch_computations={%p, %q}"
+    result = run(outer, branch, others=inner_body + other_body + outer_body + branches)
+    assert result.unknown_loops == ("inner",)
+    assert us(result.step_s) == [4 * 6 + 1]
 
 
 @pytest.mark.parametrize(("name", "target"), [("tpu_v5p.hlo", "v5p:2x2x2"), ("gpu_h100.hlo", "h100:1x1x8")])

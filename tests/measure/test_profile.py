@@ -20,6 +20,22 @@ def test_tasks_and_transfers_have_their_times_and_what_belongs_to_no_task_has_no
     assert times(estimated_profile(toy, TOY, 2)) == {"x40": 0, "s": 40, "a": 7, "b": 0, "s.done": 0}
 
 
+def test_a_loop_of_a_task_has_the_time_of_its_iterations() -> None:
+    """With none, an expert without a capacity would seem to hide nothing."""
+    body = f"%turn () -> s32[] {{\n  {work('b', 6, 'F.expert.0.0')}\n}}\n%more () -> pred[] {{\n}}\n"
+    rows = (
+        'while(%x40), condition=%more, body=%turn, metadata={op_name="jit(step)/{0}/filled_50_percent/at_most_8/while"}'
+    )
+    lines = [
+        operand(40),
+        "%w = s32[] " + rows.replace("{0}", "F.expert.0.0"),
+        "%o = s32[] " + rows.replace("{0}", "sort"),
+    ]
+    found = times(estimated_profile(program("\n".join(lines), BODY + body), TOY, 2))
+    assert found["w"] == 4 * 6
+    assert found["o"] == 0
+
+
 def test_an_instruction_is_known_by_the_name_it_was_scheduled_by() -> None:
     renamed = work("a", 7, "F.expert.0.0").replace("op_name=", 'scheduling_name="before" op_name=')
     assert times(estimated_profile(program(renamed, BODY), TOY, 2)) == {"before": 7}

@@ -163,10 +163,17 @@ def test_clocks_of_tpus_follow_from_their_peak(name: str) -> None:
 
 
 def test_flags_are_told_apart_by_platform_and_have_reasons() -> None:
-    assert all(name.startswith("xla_gpu_") for name in compiler_options("gpu"))
-    assert compiler_options("tpu")["xla_tpu_enable_async_all_to_all"] == "true"
-    assert compiler_options("cpu") == {}
+    assert all(name.startswith("xla_gpu_") for name in compiler_options("gpu", "NVIDIA H200"))
+    assert compiler_options("tpu", "TPU v5")["xla_tpu_enable_async_all_to_all"] == "true"
+    assert compiler_options("cpu", "cpu") == {}
     assert all(flag.reason for flags in FLAGS.values() for flag in flags)
+
+
+def test_all_reduces_of_tpus_overlap_on_the_sparse_core_or_without_one_in_fusions() -> None:
+    sparse, fused = "xla_tpu_enable_sparse_core_collective_offload_all_reduce", "xla_enable_async_all_reduce"
+    for kind, has_sparse_core in (("TPU v5", True), ("TPU v6 lite", True), ("TPU v5 lite", False)):
+        options = compiler_options("tpu", kind)
+        assert (sparse in options, fused in options) == (has_sparse_core, not has_sparse_core)
 
 
 def names(folder: Path) -> list[str]:

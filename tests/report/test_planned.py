@@ -78,6 +78,38 @@ def test_a_plan_that_fits_is_compiled_once_and_corrected(compiler: Callable[[flo
     assert "\ncorrected   step " in said
 
 
+@pytest.mark.parametrize(("slow_order", "policy"), [(True, "vanilla"), (False, "unified")])
+def test_an_order_of_tasks_that_is_slower_as_compiled_is_not_the_plan(
+    slow_order: bool, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The simulated step overlaps its tasks; what a compiler makes of them may take longer than a plain step."""
+    slow, fast = (f"%w = f32[{size}] copy(%p)" for size in (4 * 10**9, 10**9))
+    monkeypatch.setattr(planned, "check_compiler", lambda target: None)
+
+    def compile_job(target: Target, job: Job) -> tuple[str, Outcome]:
+        is_ordered = load_config(job.config).step_facts.orders_tasks
+        line = slow if is_ordered == slow_order else fast
+        text = (
+            f"HloModule m, is_scheduled=true\n\nENTRY %main () -> f32[] {{\n  %p = f32[1] parameter(0)\n  {line}\n}}\n"
+        )
+        sizes = dict.fromkeys(("argument_bytes", "temporary_bytes", "result_bytes", "peak_bytes"), 0)
+        return text, Outcome(num_devices=8, schedule=None, compile_s=1.0, versions={}, **sizes)
+
+    monkeypatch.setattr(planned, "compile_job", compile_job)
+    fixed = draft()
+    schedule = dataclasses.replace(fixed.schedule, policy="unified")
+    told: list[str] = []
+    found = compile_plans(
+        dataclasses.replace(fixed, schedule=schedule, open=fixed.open | {"schedule.policy", "schedule.microbatches"}),
+        CLUSTER,
+        told.append,
+    )
+    assert found.plans.config.schedule.policy == policy
+    assert found.compiled is not None
+    ratio = "0.25: is the plan" if slow_order else "4.00: the order of tasks is kept"
+    assert told[2].endswith(f"as compiled, × {ratio}")
+
+
 def test_a_plan_that_does_not_fit_makes_room_for_one_that_does(compiler: Callable[[float], list[float]]) -> None:
     device = dataclasses.replace(CLUSTER.device, memory_bytes=int(22e9))
     given = compiler(1.5)

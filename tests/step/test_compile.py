@@ -142,6 +142,25 @@ def test_a_step_for_gpus_is_compiled_again_with_estimated_times_of_its_instructi
     assert len({program.fingerprint, other.fingerprint, once.fingerprint}) == 3
 
 
+@pytest.mark.parametrize(("first_s", "second_s", "kept"), [(2.0, 1.0, 1), (1.0, 1.0, 1), (1.0, 2.0, 0)])
+def test_of_both_programs_for_gpus_the_faster_one_is_kept(
+    first_s: float, second_s: float, kept: int, toy: Lowered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler may make worse use of instruction times: of a small step it exposed more communication."""
+    once = toy.compile()
+    made: list[Any] = []
+
+    def compile_again(self: Lowered, options: Any) -> Any:
+        made.append(SimpleNamespace(as_text=once.as_text))
+        return made[-1]
+
+    seconds = iter([first_s, second_s])
+    monkeypatch.setattr(Lowered, "compile", compile_again)
+    monkeypatch.setattr("moe_jax.step.compile.replay", lambda *_: SimpleNamespace(step_s=next(seconds)))
+    program = StepProgram(lowered=toy, options={}, target=H200, num_devices=8)
+    assert program.compile() is made[kept]
+
+
 def test_rates_count_for_scheduled_steps_without_a_profile_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, scheduled = (
         make_trainer(small_config(2, 4, schedule=schedule), mesh_of(small_config(2, 4)))
@@ -149,7 +168,7 @@ def test_rates_count_for_scheduled_steps_without_a_profile_of_their_own(monkeypa
     )
     monkeypatch.delenv("XLA_FLAGS")
     tokens = tokens_of(small_config(2, 4))
-    assert plain.options == scheduled.options == compiler_options("cpu")
+    assert plain.options == scheduled.options == compiler_options("cpu", "cpu")
     assert step_program(plain, tokens, H200).target is None
     assert step_program(scheduled, tokens, find_target("v5p:2x2x2")).target is None
     program = step_program(scheduled, tokens, H200, {"xla_more": True})

@@ -99,6 +99,14 @@ def buffer_of(moe: MoEConfig, factor: float | None, tokens: int, ep_size: int) -
     return Buffer(share, tokens) if share < worst else None
 
 
+def balanced_fill(moe: MoEConfig, factor: float | None, ep_size: int) -> float:
+    """Return the share of the rows of these buffers that exist if routing is balanced; 1 for rows in slots."""
+    if not moe.num_experts or not moe.sends_sized_rows:
+        return 1.0
+    worst = min(moe.top_k, moe.num_experts // ep_size) * ep_size / moe.top_k
+    return 1 / (worst if factor is None else min(factor, worst))
+
+
 def piece_bounds(size: int, pieces: int) -> list[int]:
     """Return the `pieces` + 1 bounds that split `size` slots into pieces as equal as possible."""
     return [size * i // pieces for i in range(pieces + 1)]

@@ -21,7 +21,7 @@ from moe_jax.models.expert_matmuls import expert_product
 from moe_jax.models.gates.choice import TopKRouting
 from moe_jax.models.layers import EACH, ONE, mlp
 from moe_jax.parallel.all_to_all.ragged import Lanes, Widths, overflows
-from moe_jax.parallel.trees import Grads, Params
+from moe_jax.parallel.trees import Grads, Params, Tree
 
 _TILE = 8  # rows that hardware handles at once
 
@@ -92,6 +92,8 @@ class Stored(NamedTuple):
     def of(self, expert: jax.Array) -> Params:
         """Return the weights of one expert."""
 
+        stack = _only_with(expert, jax.tree.leaves(self.stack)[0].shape[1], self.stack)
+
         def slice_leaf(leaf: jax.Array) -> jax.Array:
             start: list[int | jax.Array] = [self.period, expert, *[0] * (leaf.ndim - 2)]
             one = jax.lax.dynamic_slice(leaf, start, (1, 1, *leaf.shape[2:])).reshape(leaf.shape[2:])
@@ -99,8 +101,17 @@ class Stored(NamedTuple):
 
         # As bits: XLA:TPU would store a copy of all weights in bfloat16 if it knew that they are only used as such.
         # With a barrier: it would change the layout of all weights before the loop, and of its results after it.
-        bits = jax.lax.optimization_barrier(jax.tree.map(slice_leaf, self.stack))
-        return jax.tree.map(lambda one, leaf: jax.lax.bitcast_convert_type(one, leaf.dtype), bits, self.stack)
+        bits = jax.lax.optimization_barrier(jax.tree.map(slice_leaf, stack))
+        return jax.tree.map(lambda one, leaf: jax.lax.bitcast_convert_type(one, leaf.dtype), bits, stack)
+
+
+def _only_with(expert: jax.Array, experts: int, tree: Tree) -> Tree:
+    """Return the arrays, tied to the number of an expert in a loop over `experts` if there is only one.
+
+    Otherwise nothing in the loop would depend on the loop, and XLA would compute all of it before the loop, even if the
+    loop does not run.
+    """
+    return tree if experts > 1 else jax.lax.optimization_barrier((tree, expert))[0]
 
 
 class Overflow(NamedTuple):
@@ -167,6 +178,7 @@ class Overflow(NamedTuple):
 
     def _lane(self, rows_R: jax.Array, expert: jax.Array, main: int) -> jax.Array:
         """Return the rows of one expert [w, D], with 0 for those that do not exist."""
+        rows_R = _only_with(expert, len(self.filled_L), rows_R)
         width = len(rows_R) // len(self.filled_L)
         rows = jax.lax.dynamic_slice_in_dim(rows_R, expert * width, width)
         exists = main + jnp.arange(width) < self.filled_L[expert]
