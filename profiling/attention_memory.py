@@ -47,7 +47,7 @@ class Case(NamedTuple):
         model = ModelConfig(
             num_attention_heads=HEADS,
             num_key_value_heads=None if self.latent.kv_lora_rank else KV_HEADS,
-            head_dim=WIDTH,
+            head_dim=None if self.latent.kv_lora_rank else WIDTH,
             attention=self.attention,
             latent=self.latent,
         )
