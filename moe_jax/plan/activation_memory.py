@@ -163,12 +163,14 @@ def stored_bytes(sizes: DeviceSizes, model: ModelConfig, kind: str, mode: Mode, 
     keys = key * sizes.keys / sizes.length  # if they are gathered, including those of other context ranks
     statistics = 4 * sizes.sequences * sizes.heads * sizes.length  # of the softmax: a maximum or a sum
     squares = 0.0 if sizes.tile else sizes.pairs  # tiles are recomputed
-    padded = 0.0
+    copies = 0.0
     if sizes.kernel != "xla":  # one sum per query
         statistics /= 2
-    if sizes.kernel == "cudnn":  # values and attention outputs padded to the width of keys
+    if sizes.kernel == "cudnn":  # of values and attention outputs, padded to the width of keys
         extra = model.qk_width - model.v_width
-        padded = item * sizes.tokens * (sizes.kv_heads * extra + sizes.heads * model.qk_width * bool(extra))
+        copies = item * sizes.tokens * (sizes.kv_heads * extra + sizes.heads * model.qk_width * bool(extra))
+    elif sizes.kernel == "splash" and mode == "all":  # outputs in the kernel's layout, too
+        copies = item * sizes.tokens * sizes.heads * model.v_width
     mlps, whole = _mlps(model, kind), sizes.tokens if gathered else 0.0  # attention and each MLP gather all tokens
     hidden_values = sizes.tokens * sum(mlps) / sizes.tensor * item
     matrices = 2 if model.is_gated else 1  # before the activation function
@@ -190,7 +192,7 @@ def stored_bytes(sizes: DeviceSizes, model: ModelConfig, kind: str, mode: Mode, 
         if mode == "dots":
             total += stream + item * (query + 2 * key) + matrices * hidden_values
     if mode in ("all", "least"):
-        total += padded
+        total += copies
     total += _latent_bytes(sizes, model, mode)
     if kind == "dense" or (mode in ("dots", "full") and remat_unit == "period"):
         return total + (own * moe.num_experts * 4 if kind == "moe" and mode == "dots" else 0)
