@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
+from jax.extend.core import jaxprs_in_params
 
 from moe_jax.config import AttentionConfig, Config, DataConfig, LatentConfig, MeshConfig, ModelConfig, TrainConfig
 from moe_jax.config.attention_kernels import kernel_of, unfused_reason
@@ -147,6 +148,27 @@ def test_the_splash_kernel_gives_the_values_and_gradients_of_all_pairs(monkeypat
     monkeypatch.setattr(splash, "splash_block", lambda length: 128)
     kernel = functools.partial(splash.splash, interpret=True)
     chex.assert_trees_all_close(case.results(kernel), case.results(kernels.xla), rtol=1e-5, atol=1e-5)
+
+
+def largest_array(jaxpr) -> int:
+    """The elements of the largest array that a program computes, loops and calls included."""
+    sizes = [var.aval.size for eqn in jaxpr.eqns for var in eqn.outvars if hasattr(var.aval, "size")]
+    inner = [largest_array(each) for eqn in jaxpr.eqns for each in jaxprs_in_params(eqn.params)]
+    return max(sizes + inner, default=0)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "growth"),
+    [(kernels.xla, 4), (kernels.whole_sequence, 2), (functools.partial(splash.splash, interpret=True), 2)],
+    ids=["xla", "tiled", "splash"],
+)
+def test_arrays_grow_with_the_sequence_and_not_with_its_square(kernel, growth):
+    def gradients(length):
+        inputs = [jax.ShapeDtypeStruct((1, length, 16, 128), jnp.float32)] * 3
+        total = lambda *inputs: kernel(*inputs, 300, 0.3).sum()  # noqa: E731
+        return jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(*inputs).jaxpr
+
+    assert largest_array(gradients(8192)) == growth * largest_array(gradients(4096))
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 40])
