@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 from jax.sharding import NamedSharding, PartitionSpec
+from matplotlib.ticker import NullLocator
 from real_compiler import read_command
 from results_file import RESULTS, rounded, write_result
 
@@ -133,6 +134,7 @@ def draw(result: dict[str, Any], name: str, lengths: tuple[int, ...]) -> None:
         axes.plot(lengths, values, marker="o", markersize=4, label=f"{label} ({each['kernel']})", **style)
     axes.set(xscale="log", yscale="log", xlabel="tokens of the sequence", ylabel="MiB of temporaries of a device")
     axes.set_xticks(lengths, [f"{length // 1024}k" for length in lengths])
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.set_title(f"{result['target']}: attention, forward and backward", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
