@@ -90,6 +90,11 @@ _CASES = [
     ("deep", (2, 4, 1), 8, 512, _UNIFIED + "microbatches=2", "optimizer.zero=2 train.grad_accumulation=2"),
     ("gelu", (1, 4, 1), 4, 1024, _PLAIN + "remat=full"),
 ]
+_TPU_CASES = [
+    ("coarse", (1, 4, 1), 2, 2048, _PLAIN, "train.attention_kernel=splash"),
+    ("mixed", (1, 4, 1), 2, 2048, _PLAIN + "remat=full", "train.attention_kernel=splash"),
+    ("fine", (1, 4, 1), 2, 2048, _UNIFIED + "microbatches=2", "train.attention_kernel=splash"),
+]
 
 
 def case_of(case: tuple[Any, ...]) -> tuple[str, list[str], int]:
@@ -126,10 +131,13 @@ def check(kind: str, only: str) -> dict[str, Any]:
     """
     path = RESULTS / f"memory_{kind}.json"
     found = json.loads(path.read_text())["cases"] if path.exists() else {}
-    for case in _CASES:
+    on_tpu = find_target(f"{kind}:{_LAYOUTS[kind][4]}").platform == "tpu"
+    for case in _CASES + (_TPU_CASES if on_tpu else []):
         name, settings, devices = case_of(case)
         if only not in name and name not in found:
             continue
+        if on_tpu and "splash" not in name:  # these were compiled before there was another kernel for TPUs
+            settings.append("train.attention_kernel=xla")
         target = find_target(f"{kind}:{_LAYOUTS[kind][devices]}")
         if name not in found:
             check_compiler(target)

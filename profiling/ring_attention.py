@@ -36,7 +36,7 @@ def compile_form(form: str, mesh: jax.sharding.Mesh, platform: str, sizes: argpa
 
     def body(*projected: jax.Array) -> Any:
         def total(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            seen = FORMS[form](query, (key, value), (), None, None, None, sizes.head_dim**-0.5)
+            seen = FORMS[form](query, (key, value), (), None, None, None, None, sizes.head_dim**-0.5)
             return jnp.square(seen.astype(jnp.float32)).sum()
 
         return jax.grad(total, (0, 1, 2))(*projected)

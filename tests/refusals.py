@@ -81,6 +81,18 @@ REFUSED = {
         "train.attention_kernel=cudnn computes in bfloat16, and train.compute_dtype=float32: "
         "use train.attention_kernel=auto"
     ),
+    "train.compute_dtype=float32 train.attention_kernel=splash": (
+        "train.attention_kernel=splash computes in bfloat16, and train.compute_dtype=float32: "
+        "use train.attention_kernel=auto"
+    ),
+    "train.attention_kernel=splash data.seq_len=1000": (
+        "train.attention_kernel=splash has sequences of multiples of 128 tokens, and data.seq_len=1000: "
+        "use train.attention_kernel=auto"
+    ),
+    "train.attention_kernel=splash model.head_dim=512": (
+        "train.attention_kernel=splash has heads of up to 256 features, and this model's have 512: "
+        "use train.attention_kernel=auto"
+    ),
     "train.attention_kernel=cudnn model.attention.sinks=true": (
         "train.attention_kernel=cudnn has no sinks, and model.attention.sinks=true: use train.attention_kernel=auto"
     ),

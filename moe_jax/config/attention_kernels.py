@@ -1,7 +1,13 @@
 """The choice of the attention kernel for a platform, which the model and the memory planner share.
 
-The `xla` kernel writes the logits of all pairs of tokens to memory. The `cudnn` kernel does not: it is an
-implementation of FlashAttention-2 (Dao 2023).
+| kernel | what computes attention | memory |
+|---|---|---|
+| `xla` | XLA, all pairs of tokens at once | the logits of all pairs of tokens |
+| `tiled` | XLA, tiles of queries and keys one after another | linear in the number of tokens |
+| `cudnn` | cuDNN's implementation of FlashAttention-2 (Dao 2023), on NVIDIA's GPUs | linear |
+| `splash` | JAX's Pallas kernel for TPUs | linear |
+
+With context ranks none of these runs: a ring and gathered keys have tiles of their own.
 """
 
 from typing import Literal
@@ -9,44 +15,92 @@ from typing import Literal
 from moe_jax.config.sections import Sections
 from moe_jax.errors import ConfigError
 
-Kernel = Literal["xla", "cudnn"]
+Kernel = Literal["xla", "tiled", "cudnn", "splash"]
 Capability = tuple[int, int]  # CUDA's compute capability
+ATTENTION_TILE = 512  # tokens of a tile of queries or keys
 HOPPER: Capability = (9, 0)
 _AMPERE: Capability = (8, 0)
 # cuDNN's limits on the features of a head: the most before Hopper, the most since, and the divisor of their number
 _WIDTH, _HOPPER_WIDTH, _MULTIPLE = 128, 256, 8
+# The splash kernel's limits: the features of a head whose blocks fit into a TPU's vector memory, the most tokens of a
+# block, and their divisor, the lanes of a vector
+_SPLASH_WIDTH, _SPLASH_BLOCK, _SPLASH_MULTIPLE = 256, 1024, 128
+_ROUND = 8  # tokens that tiles are multiples of
+_FUSED: dict[str, Literal["cudnn", "splash"]] = {"gpu": "cudnn", "tpu": "splash"}
 _CURE = "use train.attention_kernel=auto"
 
 
-def kernel_of(config: Sections, platform: str, capability: Capability | None = HOPPER) -> Kernel:
+def kernel_of(
+    config: Sections, platform: str, capability: Capability | None = HOPPER, documents: bool = False
+) -> Kernel:
     """Return the attention kernel for devices of a platform (cpu, gpu or tpu).
 
-    `capability` is the compute capability of the GPUs; None means that they are not NVIDIA's. Raises ConfigError if
-    the config requires cuDNN and these devices do not support it.
+    `capability` is the compute capability of the GPUs; None means that they are not NVIDIA's. With `documents`, tokens
+    attend to tokens of their own document alone. Raises ConfigError if the config requires a kernel that these devices
+    do not support.
     """
-    if config.train.attention_kernel == "auto":
-        supported = not _settings_problem(config) and not _device_problem(config, platform, capability)
-        return "cudnn" if supported else "xla"
-    if config.train.attention_kernel == "cudnn" and (problem := _device_problem(config, platform, capability)):
-        raise ConfigError(f"train.attention_kernel=cudnn {problem}: {_CURE}")
-    return config.train.attention_kernel
+    asked = config.train.attention_kernel
+    if asked in ("cudnn", "splash") and (problem := _device_problem(asked, config, platform, capability)):
+        raise ConfigError(f"train.attention_kernel={asked} {problem}: {_CURE}")
+    if asked != "auto" and config.mesh.context == 1:
+        return asked
+    fused = _FUSED.get(platform)
+    if fused is not None and unfused_reason(config, platform, capability, documents) is None:
+        return fused
+    # Up to one tile, `tiled` would compute the same as `xla`, and its program would be larger.
+    return "xla" if config.data.seq_len <= ATTENTION_TILE else "tiled"
+
+
+def unfused_reason(
+    config: Sections, platform: str, capability: Capability | None = HOPPER, documents: bool = False
+) -> str | None:
+    """Return why a run with `attention_kernel=auto` does not use the fused kernel of its platform.
+
+    None means that it does, that the config names a kernel, or that the platform has no fused kernel.
+    """
+    fused = _FUSED.get(platform)
+    if fused is None or config.train.attention_kernel != "auto":
+        return None
+    problem = _device_problem(fused, config, platform, capability) or _settings_problem(fused, config)
+    if not problem and documents and fused == "cudnn":
+        problem = "masks no other documents"
+    return f"train.attention_kernel={fused} {problem}" if problem else None
+
+
+def tile_of(length: int, preferred: int = ATTENTION_TILE) -> int:
+    """Return the tokens of a tile of the `tiled` kernel, whose tiles cover a sequence of this length.
+
+    There are as few tiles as possible with at most the `preferred` number of tokens, which is a multiple of 8.
+    """
+    tile = -(-length // -(-length // preferred))
+    return -(-tile // _ROUND) * _ROUND
+
+
+def splash_block(length: int) -> int:
+    """Return the tokens of a block of the splash kernel, whose blocks divide a sequence of this length."""
+    return next(size for size in range(_SPLASH_BLOCK, 0, -_SPLASH_MULTIPLE) if length % size == 0)
 
 
 def check_attention_kernel(config: Sections) -> None:
-    """Raise ConfigError if the config requires cuDNN and no device's cuDNN supports its settings."""
-    if config.train.attention_kernel == "cudnn" and (problem := _settings_problem(config)):
-        raise ConfigError(f"train.attention_kernel=cudnn {problem}: {_CURE}")
+    """Raise ConfigError if the config requires a fused kernel that supports its settings on no device."""
+    asked = config.train.attention_kernel
+    if asked in ("cudnn", "splash") and (problem := _settings_problem(asked, config)):
+        raise ConfigError(f"train.attention_kernel={asked} {problem}: {_CURE}")
 
 
-def _settings_problem(config: Sections) -> str | None:
-    """Describe the setting that cuDNN does not support, or return None."""
-    model, width = config.model, max(config.model.qk_width, config.model.v_width)
+def _settings_problem(kernel: Literal["cudnn", "splash"], config: Sections) -> str | None:
+    """Describe the setting that a fused kernel does not support, or return None."""
     if config.train.compute_dtype != "bfloat16":
         return f"computes in bfloat16, and train.compute_dtype={config.train.compute_dtype}"
-    if model.attention.sinks:
+    if kernel == "cudnn" and config.model.attention.sinks:
         return "has no sinks, and model.attention.sinks=true"
     if config.mesh.context != 1:
         return f"sees the tokens of one rank, and mesh.context={config.mesh.context}"
+    return _cudnn_width_problem(config) if kernel == "cudnn" else _splash_shape_problem(config)
+
+
+def _cudnn_width_problem(config: Sections) -> str | None:
+    model, width = config.model, max(config.model.qk_width, config.model.v_width)
     if width > _HOPPER_WIDTH or model.qk_width % _MULTIPLE or model.v_width % _MULTIPLE:
         return (
             f"has heads of up to {_HOPPER_WIDTH} features, multiples of {_MULTIPLE}, and this model's have "
@@ -57,8 +111,21 @@ def _settings_problem(config: Sections) -> str | None:
     return None
 
 
-def _device_problem(config: Sections, platform: str, capability: Capability | None) -> str | None:
-    """Describe why these devices cannot run the cuDNN kernel, or return None."""
+def _splash_shape_problem(config: Sections) -> str | None:
+    width, length = max(config.model.qk_width, config.model.v_width), config.data.seq_len
+    if length % _SPLASH_MULTIPLE:
+        return f"has sequences of multiples of {_SPLASH_MULTIPLE} tokens, and data.seq_len={length}"
+    if width > _SPLASH_WIDTH:
+        return f"has heads of up to {_SPLASH_WIDTH} features, and this model's have {width}"
+    return None
+
+
+def _device_problem(
+    kernel: Literal["cudnn", "splash"], config: Sections, platform: str, capability: Capability | None
+) -> str | None:
+    """Describe why these devices cannot run a fused kernel, or return None."""
+    if kernel == "splash":
+        return None if platform == "tpu" else f"is for TPUs, and these devices are {platform}"
     if platform != "gpu" or capability is None:
         return "is for NVIDIA's GPUs, which these devices are not"
     width = max(config.model.qk_width, config.model.v_width)

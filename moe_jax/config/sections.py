@@ -433,9 +433,10 @@ class TrainConfig:
     # parts of a batch, processed one after another; each fills slots and is balanced separately
     grad_accumulation: int = number(1, Range(1, 2**16))
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # parameters and router stay float32
-    # attention kernel, see docs/models.md. cudnn: flash attention, in bfloat16 on NVIDIA's GPUs; xla: with the logits
-    # of all pairs of tokens in memory; auto: cudnn where it is supported
-    attention_kernel: Literal["auto", "xla", "cudnn"] = "auto"
+    # attention kernel, see docs/models.md. cudnn and splash: flash attention in bfloat16, on NVIDIA's GPUs and on TPUs;
+    # tiled: XLA's products, in tiles; xla: with the logits of all pairs of tokens in memory; auto: cudnn or splash
+    # where it is supported, else tiled for more than 512 tokens, else xla
+    attention_kernel: Literal["auto", "xla", "tiled", "cudnn", "splash"] = "auto"
     # grouped matrix product of experts without a capacity, see docs/measure.md: blocks, one tile of rows after another;
     # ragged, XLA's own; pallas, a kernel (GPU); auto: on GPUs the fastest, as timed on these devices, else the default
     # of the platform

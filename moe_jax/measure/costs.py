@@ -36,6 +36,7 @@ _PARTIAL_READS = ("dynamic-slice", "slice", "gather")
 _ALLOCATION = 'custom_call_target="AllocateBuffer"'
 _GEMM = re.compile(r'custom_call_target="(__cublas\$|.*gemm|.*matmul)')
 _FLASH = re.compile(r'custom_call_target="__cudnn\$fmha')
+_SPLASH = re.compile(r"\bsplash_m[hq]a_(fwd|dq|dkv)")  # kernels of models/attention/splash.py
 # products of rows in groups: XLA:TPU's kernel, and those of models/grouped_kernel.py
 _GROUPED = re.compile(r"(?:^|/)(?:ragged-dot(?:-none)?|ragged_dot_general)$|\bgrouped_(?:rows|weights)\b")
 _MATRIX_DIMS = 2
@@ -169,7 +170,7 @@ def is_product(line: Instruction) -> bool:
 
 def is_attention(line: Instruction) -> bool:
     """Whether an instruction is flash attention, forward or backward."""
-    return line.opcode == "custom-call" and bool(_FLASH.search(line.attributes))
+    return line.opcode == "custom-call" and bool(_FLASH.search(line.attributes) or _SPLASH.search(line.op_name))
 
 
 def product_flops(line: Instruction, program: HloModule) -> float:
@@ -200,8 +201,14 @@ def _grouped_flops(line: Instruction, program: HloModule) -> float:
 
 def _attention_flops(line: Instruction, program: HloModule) -> float:
     """Return the FLOPs of causal flash attention: half of all pairs, two products forward and five backward
-    (Dao 2023).
+    (Dao 2023). The two backward kernels of splash attention compute the weights twice, with seven products in total.
     """
+    if kernel := _SPLASH.search(line.op_name):
+        operands = [arrays(program.by_name[name].shape)[0] for name in line.operands]
+        query, _, value = [each for each in operands if each.bits == 16][:3]  # masks have other types
+        *leading, tokens, width = query.dims
+        of_keys, of_values = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2)}[kernel[1]]
+        return math.prod(leading) * tokens**2 * float(of_keys * width + of_values * value.dims[-1])
     (query, *_), (key, *_) = (arrays(program.by_name[name].shape) for name in line.operands[:2])
     sequences, tokens, heads, width = query.dims
     return (5 if "Backward" in line.attributes else 2) * sequences * heads * tokens * key.dims[1] * width

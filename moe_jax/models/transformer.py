@@ -84,7 +84,7 @@ class ComputeConfig:
     @classmethod
     def of(cls, config: Config, mesh: jax.sharding.Mesh) -> "ComputeConfig":
         """Return the computation that a config asks for on the devices of a mesh. Raises ConfigError."""
-        capability, platform = _capability(mesh.devices.flat[0]), mesh.devices.flat[0].platform
+        capability, platform = capability_of(mesh.devices.flat[0]), mesh.devices.flat[0].platform
         if config.model.moe.num_experts:
             for lookup in (gate_of, dispatcher_of, hooks_of):
                 lookup(config.model.moe)  # raises ConfigError now if the name is invalid
@@ -141,7 +141,7 @@ def exchange_of(config: Config, platform: str, tensor_ranks: int) -> str:
     return "ragged" if ragged and moe.sends_capacity_rows and not moe.has_hooks else "flat"
 
 
-def _capability(device: jax.Device) -> Capability | None:
+def capability_of(device: jax.Device) -> Capability | None:
     """Return the compute capability of an NVIDIA GPU, or None."""
     found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
     return (int(found[1]), int(found[2])) if found else None

@@ -20,7 +20,7 @@ from moe_jax.config import Config, ModelConfig
 from moe_jax.config.attention_kernels import Kernel, kernel_of
 from moe_jax.config.registry import OPEN_EXCHANGE
 from moe_jax.config.step_kinds import RematUnit
-from moe_jax.plan.work import ITEM_BYTES, ring_tile
+from moe_jax.plan.work import ITEM_BYTES, attention_tile
 
 Mode = Literal["all", "least", "dots", "full"]
 # Rows of the smallest and the largest tile of grouped products, see models/grouped_products.py. If auto times the
@@ -52,7 +52,8 @@ class DeviceSizes:
     tokens: float
     own_tokens: float
     length: int  # tokens of a sequence on this context rank
-    keys: int  # keys that a query is multiplied with at once
+    keys: int  # tokens of a sequence whose keys this rank stores
+    tile: int | None  # tokens of a tile of queries or keys in attention; None: it has no tiles
     ring: bool  # whether keys and values travel around a ring of context ranks
     kernel: Kernel  # the attention kernel
     microbatches: int
@@ -64,16 +65,16 @@ class DeviceSizes:
     @property
     def pairs(self) -> float:
         """The number of (query, key) pairs that are in memory at once, masked ones included."""
-        if self.kernel == "cudnn":
+        if self.kernel in ("cudnn", "splash"):
             return 0.0
-        return self.sequences * self.heads * (self.keys**2 if self.ring else self.length * self.keys)
+        return self.sequences * self.heads * (self.length * self.keys if self.tile is None else self.tile**2)
 
 
 def sizes_of(config: Config, platform: str, mesh: Mapping[str, int]) -> DeviceSizes:
     """The sizes of a config on one device; `mesh` has the number of devices along each axis, none of them -1."""
     model, schedule = config.model, config.schedule
     tensor, length = mesh["tensor"], config.data.seq_len // mesh["context"]
-    ring = mesh["context"] > 1 and config.exchange.context_form == "ring"
+    ring, kernel = mesh["context"] > 1 and config.exchange.context_form == "ring", kernel_of(config, platform)
     sequences = config.train.batch_size / config.train.grad_accumulation / (mesh["data"] * mesh["expert"])
     parts = schedule.microbatches if schedule.cuts_batch else 1
     return DeviceSizes(
@@ -82,9 +83,10 @@ def sizes_of(config: Config, platform: str, mesh: Mapping[str, int]) -> DeviceSi
         tokens=sequences * length,
         own_tokens=sequences * length / tensor,
         length=length,
-        keys=ring_tile(config.data.seq_len, mesh["context"]) if ring else config.data.seq_len,
+        keys=length if ring else config.data.seq_len,
+        tile=attention_tile(config, kernel, mesh["context"]),
         ring=ring,
-        kernel=kernel_of(config, platform),
+        kernel=kernel,
         microbatches=parts,
         heads=model.num_attention_heads / tensor,
         kv_heads=model.kv_heads / tensor,
@@ -158,15 +160,17 @@ def stored_bytes(sizes: DeviceSizes, model: ModelConfig, kind: str, mode: Mode, 
     stream, stream_32 = own * model.hidden_size * item, own * model.hidden_size * 4
     query = sizes.tokens * sizes.heads * model.qk_width
     key = sizes.tokens * sizes.kv_heads * (model.qk_width + model.v_width) / 2  # and value, on average
-    # if keys are gathered, including those of other context ranks
-    keys = key * (1 if sizes.ring else sizes.keys / sizes.length)
+    keys = key * sizes.keys / sizes.length  # if they are gathered, including those of other context ranks
     statistics = 4 * sizes.sequences * sizes.heads * sizes.length  # of the softmax: a maximum or a sum
-    squares = 0.0 if sizes.ring else sizes.pairs  # a ring's tiles are recomputed
-    padded = 0.0
-    if sizes.kernel == "cudnn":  # one sum per query; values and attention outputs padded to the width of keys
+    squares = 0.0 if sizes.tile else sizes.pairs  # tiles are recomputed
+    copies = 0.0
+    if sizes.kernel != "xla":  # one sum per query
         statistics /= 2
+    if sizes.kernel == "cudnn":  # of values and attention outputs, padded to the width of keys
         extra = model.qk_width - model.v_width
-        padded = item * sizes.tokens * (sizes.kv_heads * extra + sizes.heads * model.qk_width * bool(extra))
+        copies = item * sizes.tokens * (sizes.kv_heads * extra + sizes.heads * model.qk_width * bool(extra))
+    elif sizes.kernel == "splash" and mode == "all":  # outputs in the kernel's layout, too
+        copies = item * sizes.tokens * sizes.heads * model.v_width
     mlps, whole = _mlps(model, kind), sizes.tokens if gathered else 0.0  # attention and each MLP gather all tokens
     hidden_values = sizes.tokens * sum(mlps) / sizes.tensor * item
     matrices = 2 if model.is_gated else 1  # before the activation function
@@ -188,7 +192,7 @@ def stored_bytes(sizes: DeviceSizes, model: ModelConfig, kind: str, mode: Mode, 
         if mode == "dots":
             total += stream + item * (query + 2 * key) + matrices * hidden_values
     if mode in ("all", "least"):
-        total += padded
+        total += copies
     total += _latent_bytes(sizes, model, mode)
     if kind == "dense" or (mode in ("dots", "full") and remat_unit == "period"):
         return total + (own * moe.num_experts * 4 if kind == "moe" and mode == "dots" else 0)
@@ -257,7 +261,7 @@ def deferred_bytes(sizes: DeviceSizes, model: ModelConfig, kind: str, mode: Mode
     mlps = _mlps(model, kind)
     hidden = (sizes.tokens * sum(mlps) + computed * moe.intermediate_size) / sizes.tensor
     rows = model.hidden_size * (sizes.own_tokens * len(mlps) + computed)
-    pairs = 0 if sizes.ring else sizes.pairs
+    pairs = 0 if sizes.tile else sizes.pairs
     numbers = counts.queries * sizes.tokens * sizes.heads * model.qk_width + counts.hidden * hidden + counts.rows * rows
     deferred = 4 * counts.float32 * sizes.own_tokens * model.hidden_size + sizes.item * (numbers + counts.pairs * pairs)
     reused = 4 * pairs if mode == "least" else stored_bytes(sizes, model, kind, mode, "task")

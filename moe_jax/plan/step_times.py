@@ -149,7 +149,7 @@ class Step:
     @property
     def _pairs(self) -> float:
         """The number of (query, key, head) triples of a device that pass through memory."""
-        if kernel_of(self.config, self.device.platform) == "cudnn":
+        if kernel_of(self.config, self.device.platform) in ("cudnn", "splash"):
             return 0.0
         return self.tokens * computed_keys(self.config, self.device.platform) * self.config.model.num_attention_heads
 

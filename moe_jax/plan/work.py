@@ -3,12 +3,11 @@
 from typing import NamedTuple
 
 from moe_jax.config import Config, ModelConfig
-from moe_jax.config.attention_kernels import kernel_of
+from moe_jax.config.attention_kernels import ATTENTION_TILE, Kernel, kernel_of, splash_block, tile_of
 from moe_jax.config.loss_chunks import tokens_of_chunk
 from moe_jax.plan.resources import attention_matrices, gate_matrices, mixed_matrices
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-_RING_TILE = 512
 
 
 class OpWork(NamedTuple):
@@ -39,10 +38,11 @@ def work_of(config: Config, tokens: float, platform: str) -> dict[str, OpWork]:
 
 def computed_keys(config: Config, platform: str) -> float:
     """The number of keys per query, computed masked ones included: a whole sequence, unless tiles are left out."""
-    length, context = config.data.seq_len, config.mesh.context
-    if kernel_of(config, platform) == "cudnn":
+    kernel, length = kernel_of(config, platform), config.data.seq_len
+    if kernel == "cudnn":
         return (length + 1) / 2
-    return (length + ring_tile(length, context)) / 2 if has_ring(config) else length
+    block = splash_block(length) if kernel == "splash" else attention_tile(config, kernel, config.mesh.context)
+    return length if block is None else (length + block) / 2
 
 
 def logit_chunk(config: Config, tokens: float) -> int | None:
@@ -57,9 +57,14 @@ def has_ring(config: Config) -> bool:
     return config.mesh.context > 1 and config.exchange.context_form == "ring"
 
 
-def ring_tile(length: int, context: int) -> int:
-    """Tokens of a tile of queries or keys (models/attention/over_context/tiles.py), if pieces are divisible by 512."""
-    return min(_RING_TILE, length // (2 * context))
+def attention_tile(config: Config, kernel: Kernel, context: int) -> int | None:
+    """Tokens of a tile of queries or keys (models/attention/tiles.py); None if attention has no tiles.
+
+    With context ranks, a piece of a sequence is assumed to be a multiple of a tile.
+    """
+    if context > 1 and (has_ring(config) or kernel == "tiled"):
+        return min(ATTENTION_TILE, config.data.seq_len // (2 * context))
+    return tile_of(config.data.seq_len) if kernel == "tiled" else None
 
 
 def exchange_bytes(config: Config, tokens: float, ranks: int) -> float:

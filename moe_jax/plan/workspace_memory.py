@@ -8,6 +8,8 @@ from moe_jax.plan.compilers import Compiler
 from moe_jax.plan.resources import count_parameters
 from moe_jax.plan.work import logit_chunk
 
+_LANES = 128  # of a TPU's vectors
+
 
 def working_bytes(
     config: Config, sizes: DeviceSizes, compiler: Compiler, mode: Mode, mesh: Mapping[str, int], transposed: int
@@ -19,8 +21,7 @@ def working_bytes(
     model, rows, item = config.model, sizes.rows, sizes.item
     in_block = in_blocks(config, mesh) / model.num_layers
     squares = sizes.pairs * (compiler.pair_bytes + 2 * item)
-    if sizes.ring:
-        squares += _ring_bytes(sizes, model)
+    squares += _linear_bytes(sizes, model)
     hidden = rows.computed * model.moe.intermediate_size / sizes.tensor
     flowing = 4 * item * (rows.sent * model.hidden_size + hidden)
     if mode in ("dots", "full"):
@@ -28,7 +29,7 @@ def working_bytes(
         of_kind = {kind: stored_bytes(sizes, model, kind, "all", "task") for kind in set(model.block_kinds)}
         kinds = model.block_kinds[-blocks:]
         again = sum(of_kind[kind] for kind in kinds)
-        again -= 0 if sizes.ring else len(kinds) * sizes.pairs * item  # quotients are recomputed
+        again -= 0 if sizes.tile else len(kinds) * sizes.pairs * item  # quotients are recomputed
         # the experts' backward pass has all recomputed values in memory, attention's no longer has those of experts
         of_rows = item * (model.hidden_size * (rows.sent + rows.computed) + 6 * hidden) if "moe" in kinds else 0
         total = max(again + flowing, again - of_rows - 4 * sizes.pairs + squares + item * sizes.pairs)
@@ -48,10 +49,19 @@ def working_bytes(
     return total
 
 
-def _ring_bytes(sizes: DeviceSizes, model: ModelConfig) -> float:
-    """Bytes of a ring's backward pass: gradients of queries and of three ranks' keys in float32, keys of two ranks."""
+def _linear_bytes(sizes: DeviceSizes, model: ModelConfig) -> float:
+    """Bytes of attention's backward pass that are linear in the number of tokens, as far as they are not stored.
+
+    A ring has gradients of queries and of three ranks' keys in float32, and keys of two ranks; other tiles have
+    gradients in float32. The splash kernel has transposed gradients, and each query's log-sum-exp in all lanes of a
+    vector.
+    """
     query, keys = sizes.heads * model.qk_width, sizes.kv_heads * (model.qk_width + model.v_width)
-    return sizes.tokens * (4 * (query + 3 * keys) + 2 * sizes.item * keys)
+    if sizes.ring:
+        return sizes.tokens * (4 * (query + 3 * keys) + 2 * sizes.item * keys)
+    if sizes.tile:
+        return sizes.tokens * 4 * (query + keys * sizes.keys / sizes.length)
+    return sizes.tokens * (sizes.item * (query + keys) + 4 * _LANES * sizes.heads) if sizes.kernel == "splash" else 0.0
 
 
 def _gradients_in_flight(config: Config, mesh: Mapping[str, int]) -> float:

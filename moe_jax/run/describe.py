@@ -4,10 +4,13 @@ import jax
 
 from moe_jax.checkpoint.replicas.plan import safety_text
 from moe_jax.config import Config
+from moe_jax.config.attention_kernels import unfused_reason
 from moe_jax.config.layer_layout import Stages
 from moe_jax.distributed.processes import OLDER_EMITTERS
 from moe_jax.measure.peak import matrix_flops_per_s
 from moe_jax.measure.trace import FOLDER
+from moe_jax.models.transformer import ComputeConfig, capability_of
+from moe_jax.parallel.mesh import Axis
 from moe_jax.plan.plan_text import size
 from moe_jax.plan.resources import count_parameters, train_flops_per_token
 from moe_jax.plan.step_memory import StepMemory
@@ -37,6 +40,7 @@ def describe(run: Run) -> dict[str, str]:
             "tokens": f"{tokens * config.train.steps:,}, {tokens:,} in each step",
             "schedule": f"{config.schedule.policy}, {config.schedule.microbatches} microbatch(es)",
         }
+        | attention_text(config, run.trainer.mesh)
         | router_text(config)
         | unused(config)
         | ({"pipeline": pipeline_text(table)} if table else {})
@@ -59,6 +63,15 @@ def dry_run(config: Config) -> dict[str, str]:
         "step time": f"about {human_seconds(flops / rate)}, if all were as fast as one large matrix product was here: "
         f"{flops:.3g} FLOP at {rate:.3g} FLOP/s",
     }
+
+
+def attention_text(config: Config, mesh: jax.sharding.Mesh) -> dict[str, str]:
+    """The kernel or context form that computes attention, and why it is not the fused kernel of these devices."""
+    compute = ComputeConfig.of(config, mesh)
+    reason = unfused_reason(config, compute.platform, capability_of(mesh.devices.flat[0]))
+    impl = compute.attention
+    name = f"{impl.context_form} over context ranks" if mesh.shape[Axis.CONTEXT] > 1 else impl.kernel
+    return {"attention": f"{name}, because {reason}"} if reason else {}
 
 
 def blocks_text(config: Config) -> str:

@@ -156,6 +156,20 @@ def test_flash_attention_costs_the_products_of_half_of_all_pairs(backward: str, 
     assert compute_seconds(toy.by_name["y"], toy, dataclasses.replace(TOY, clock_hz=None)) == pytest.approx(flops / 1e6)
 
 
+@pytest.mark.parametrize(("kernel", "widths"), [("fwd", 24 + 16), ("dq", 2 * 24 + 16), ("dkv", 2 * 24 + 2 * 16)])
+def test_splash_attention_costs_the_products_of_its_kernel(kernel: str, widths: int) -> None:
+    toy = program(
+        f"""%m = s8[1,4,4] parameter(0)
+        %q = bf16[3,2,4,64,24] parameter(1)
+        %k = bf16[3,2,64,24] parameter(2)
+        %v = bf16[3,2,64,16] parameter(3)
+        %y = bf16[3,2,4,64,16] custom-call(%m, %q, %k, %v), custom_call_target="tpu_custom_call", """
+        f"""metadata={{op_name="jit(f)/vmap(jit(_splash_attention))/splash_mqa_{kernel}_residuals/pallas_call"}}"""
+    )
+    assert product_flops(toy.by_name["y"], toy) == 3 * 2 * 4 * (64 * 64 / 2) * 2 * widths
+    assert matrix_products(toy.by_name["y"], toy) == 1
+
+
 def test_memory_that_nobody_fills_costs_nothing() -> None:
     toy = program('%x = u8[80] custom-call(), custom_call_target="AllocateBuffer"')
     assert compute_seconds(toy.by_name["x"], toy, TOY) == 0

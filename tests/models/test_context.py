@@ -10,9 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from moe_jax.config import AttentionConfig, LatentConfig, MeshConfig, ModelConfig, MoEConfig
-from moe_jax.models.attention import attend
+from moe_jax.models.attention import attend, tiles
 from moe_jax.models.attention.core import AttentionImpl
-from moe_jax.models.attention.over_context import ring, tiles
 from moe_jax.parallel.context import zigzag_shard
 from moe_jax.parallel.mesh import Axis, make_mesh
 from tests.small import first_params
@@ -46,15 +45,17 @@ def pieces(context: int) -> np.ndarray:
     return np.concatenate([piece for r in range(context) for piece in (numbers[r], numbers[-1 - r])])
 
 
-def attended(model: ModelConfig, context: int, form: str):
+def attended(model: ModelConfig, context: int, form: str, documents: bool):
     """What attention adds, its gradients by parameters and inputs, all as of one device."""
     params = jax.tree.map(lambda leaf: leaf[0], first_params(model)["segments"][0][0]["attention"])
     x, weight = np.random.default_rng(0).standard_normal((2, 2, LENGTH, model.hidden_size), np.float32)
     order = pieces(context)
+    document = np.arange(LENGTH) // np.array([[11], [17]])  # borders inside pieces
 
     def body(params, x, weight):
         def total(params, x):
-            y = attend(params, zigzag_shard(x), model, model.views[0], AttentionImpl(context_form=form))
+            own = zigzag_shard(jnp.asarray(document)) if documents else None
+            y = attend(params, zigzag_shard(x), model, model.views[0], AttentionImpl(context_form=form), own)
             return jnp.sum(y * zigzag_shard(weight)), y
 
         grads, y = jax.grad(total, (0, 1), has_aux=True)(params, x)
@@ -68,22 +69,40 @@ def attended(model: ModelConfig, context: int, form: str):
 
 
 @pytest.mark.parametrize(
-    ("variant", "context", "form", "tile"),
+    ("variant", "context", "form", "tile", "documents"),
     [
-        ("grouped", 2, "ring", 3),
-        ("grouped", 8, "ring", 512),
-        ("window", 4, "ring", 2),
-        ("window", 4, "all_gather", 512),
-        ("sinks", 8, "ring", 512),
-        ("latent", 4, "ring", 512),
-        ("latent sinks", 8, "all_gather", 512),
-        ("latent sinks", 2, "ring", 4),
+        ("grouped", 2, "ring", 3, True),
+        ("grouped", 8, "ring", 512, False),
+        ("window", 4, "ring", 2, False),
+        ("window", 4, "all_gather", 512, True),
+        ("sinks", 8, "ring", 512, False),
+        ("latent", 4, "ring", 512, True),
+        ("latent sinks", 8, "all_gather", 3, True),
+        ("latent sinks", 2, "ring", 4, False),
     ],
 )
-def test_values_and_gradients_are_those_of_whole_sequences(variant, context, form, tile, monkeypatch):
-    monkeypatch.setattr(ring, "TILE", tile)
+def test_values_and_gradients_are_those_of_whole_sequences(variant, context, form, tile, documents, monkeypatch):
+    monkeypatch.setattr(tiles, "TILE", tile)
     model = ModelConfig(**(SHAPE | VARIANTS[variant]), moe=MoEConfig(num_experts=0))
-    chex.assert_trees_all_close(attended(model, context, form), attended(model, 1, form), rtol=2e-5, atol=5e-6)
+    found, expected = (attended(model, ranks, form, documents) for ranks in (context, 1))
+    chex.assert_trees_all_close(found, expected, rtol=2e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_every_pair_of_a_rank_and_gathered_keys_is_computed_once(window):
+    ranks = 4
+    tile, pairs_CP2 = tiles.of_gathered(ranks, LENGTH // ranks, window, 3)
+    position = pieces(ranks)
+    computed = np.zeros((LENGTH, LENGTH), int)
+    for own, pairs in zip(position.reshape(ranks, -1, tile), pairs_CP2, strict=True):
+        for query, key in pairs:
+            other = position.reshape(-1, tile)[key]
+            age = own[query][:, None] - other
+            computed[np.ix_(own[query], other)] += (age >= 0) & (age < (window or LENGTH))
+    age = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
+    np.testing.assert_array_equal(computed, (age >= 0) & (age < (window or LENGTH)))
+    if window is None:
+        assert len(pairs_CP2[0]) * ranks == (LENGTH // tile) * (LENGTH // tile + 1) // 2, "and no pair for nothing"
 
 
 @pytest.mark.parametrize(("ranks", "tile"), [(2, 4), (3, 2), (4, 3), (8, 3)])

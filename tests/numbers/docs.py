@@ -94,6 +94,31 @@ table(
     },
 )
 
+# docs/models.md
+_memory = [result(f"attention_memory_{target}")["cases"] for target in ("v5p_2x2x2", "h200_1x1x8")]
+table(
+    "models.md",
+    "| MiB | v5p |",
+    {
+        f"| {case} ": " ".join(
+            [*(["8"] if "8" in case else [])]
+            + [_digits(*filter(None, cases[case]["temporary_mib"].values()), digits=0) for cases in _memory]
+        )
+        for case in _memory[0]
+    },
+)
+_cycles = result("splash_cycles_v5p_2x2x1")
+table(
+    "models.md",
+    "| ms | forward kernel |",
+    {
+        "`splash`": _digits(
+            *_cycles["kernels_ms"].values(), _cycles["other_operations_ms"], _cycles["splash_ms"], digits=1
+        ),
+        "`xla`": _digits(_cycles["xla_ms"], _cycles["xla_ms"], digits=1),
+    },
+)
+
 # docs/measure.md
 table(
     "measure.md",

@@ -108,6 +108,8 @@ ON_CPUS = {
 _v5p, _h200, _h200_nodes = (variants(f"compiled_{target}") for target in ("v5p_2x2x2", "h200_1x1x8", "h200_1x8x8"))
 _ring = {target: result(f"ring_hlo_{target}")["ways"] for target in ("v5p_2x2x2", "h100_1x1x8")}
 _attention = {target: result(f"ring_attention_{target}") for target in ("v5p_2x2x2", "h100_1x1x8")}
+_linear = {name: result(f"attention_memory_{name}_{shape}") for name, shape in (("v5p", "2x2x2"), ("h200", "1x1x8"))}
+_cycles = result("splash_cycles_v5p_2x2x1")
 _pipelines = {target: result(f"pipeline_hlo_{target}")["schedules"] for target in ("h100_1x1x8", "v5p_2x2x2")}
 
 
@@ -117,6 +119,10 @@ def _exposed(variant: dict[str, float]) -> str:
 
 def _against(ways: dict, one: str, other: str) -> str:
     return f"{ways[one]['estimated_ms'] / ways[other]['estimated_ms']:.2f}"
+
+
+def _temporaries(target: str, case: str, length: int) -> str:
+    return f"{_linear[target]['cases'][case]['temporary_mib'][str(length)]:,.0f}"
 
 
 def _activations(schedules: dict, name: str) -> float:
@@ -149,6 +155,15 @@ COMPILED = {
         f"{_attention['v5p_2x2x2']['length']:,} {_attention['v5p_2x2x2']['ranks']} "
         f"{_against(_attention['v5p_2x2x2']['forms'], 'ring', 'all_gather')} "
         f"{_against(_attention['h100_1x1x8']['forms'], 'ring', 'all_gather')}"
+    ),
+    "attention of a sequence of 65,536 tokens": (
+        f"65,536 {_temporaries('v5p', 'causal', 65536)} 8 {_temporaries('v5p', '8 context ranks', 65536)} "
+        f"{_temporaries('h200', 'causal', 65536)} {_temporaries('h200', '8 context ranks', 65536)} "
+        f"{_temporaries('h200', 'sinks', 65536)} "
+        f"16,384 {_temporaries('v5p', 'all pairs', 16384)} {_temporaries('h200', 'all pairs', 16384)}"
+    ),
+    "attention of a layer": (
+        f"{_cycles['sequences']} {_cycles['length']:,} {_cycles['splash_ms']:.1f} {_cycles['xla_ms']:.1f}"
     ),
     "pipelines, 4 stages": (
         f"4 2 8 8 {kept('h100_1x1x8', '1f1b', 'gpipe')} {kept('v5p_2x2x2', '1f1b', 'gpipe', 3)} "

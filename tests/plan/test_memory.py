@@ -106,6 +106,10 @@ CASES: dict[str, dict[str, Any]] = {
     "least latents": {"model": _LATENT, "schedule": SCHEDULED},
     "flash": {"model": {"head_dim": 40}},
     "flash scheduled": {"model": {"head_dim": 40}, "schedule": SCHEDULED},
+    "tiled": {},
+    "splash": {},
+    "splash latents": {"model": _LATENT},
+    "least splash": {"schedule": SCHEDULED},
     "flash latents": {"model": _LATENT | {"latent": dataclasses.replace(_LATENT["latent"], v_head_dim=24)}},
 }
 
@@ -116,6 +120,12 @@ def test_kept_activations_are_what_the_forward_loop_stacks(name: str, monkeypatc
     platform = "cpu"
     if name.startswith("least"):  # as on TPUs
         monkeypatch.setattr(StepDims, "min_cut_remat", True)
+        platform = "tpu"
+    if name == "tiled":
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, attention_kernel="tiled"))
+    if "splash" in name:  # as on TPUs
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=128))
+        monkeypatch.setattr(transformer, "kernel_of", lambda *_: "splash")
         platform = "tpu"
     if name.startswith("flash"):  # as on GPUs
         monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)

@@ -2,8 +2,15 @@
 
 import dataclasses
 
+import jax
+import pytest
+
 from moe_jax.config import OptimizerConfig, TrainConfig
-from moe_jax.run.describe import blocks_text, pipeline_text, router_text, unused
+from moe_jax.config.attention_kernels import HOPPER
+from moe_jax.models.transformer import ComputeConfig
+from moe_jax.parallel.mesh import make_mesh
+from moe_jax.run import describe
+from moe_jax.run.describe import attention_text, blocks_text, pipeline_text, router_text, unused
 from moe_jax.schedule.pipelines.build import make_table
 from tests.small import small_config
 
@@ -30,6 +37,18 @@ def test_a_router_that_the_loss_does_not_teach_is_reported() -> None:
     ):
         text = router_text(small_config(1, 1, **settings)).get("router", "")
         assert ("the loss gives the router no gradient" in text) != silent, settings
+
+
+def test_attention_without_a_fused_kernel_gives_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_config(1, 1)
+    mesh = make_mesh(config.mesh, jax.devices()[:1])
+    assert attention_text(config, mesh) == {}, "on CPUs there is none"
+    on_gpus = dataclasses.replace(ComputeConfig.of(config, mesh), platform="gpu")
+    monkeypatch.setattr(ComputeConfig, "of", lambda *_: on_gpus)
+    monkeypatch.setattr(describe, "capability_of", lambda _: HOPPER)
+    assert attention_text(config, mesh) == {
+        "attention": "xla, because train.attention_kernel=cudnn computes in bfloat16, and train.compute_dtype=float32"
+    }
 
 
 def test_settings_without_effect_are_told() -> None:

@@ -81,6 +81,7 @@ FACTORS: dict[str, dict[str, str]] = {
         "sinks": "model.attention.sinks=true model.attention.sliding_window=3 model.attention.full_every=2 "
         "model.attention.bias=true",
         "normed": "model.qk_norm=true model.attention.nope_every=2",
+        "tiled": "train.attention_kernel=tiled model.attention.sliding_window=4",
     },
     "zero": {"zero0": "", "zero1": "optimizer.zero=1", "zero2": "optimizer.zero=2"},
     "products": {"whole_products": "", "fp8_products": "model.moe.expert_matmuls=fp8"},
@@ -149,6 +150,7 @@ REFUSED: Pairs = [
 IDLE: Pairs = [
     {"exchange": but("exchange", "flat", *NODES), "mesh": ONE_RANK},
     {"exchange": NODES, "mesh": but("mesh", *FOUR_RANKS, ONE_RANK)},  # one node
+    {"attention": "tiled", "mesh": ("c2e2", "c2e2_shared", "c2t2")},  # a ring has tiles of its own
     {"gate": "softmoe", "room": but("room", "slots")},
     {"order": "einsum", "room": "buffer"},  # which holds sorted rows
     # not idle: what a rank has room for depends on the experts that it has, which the reference does not know

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from moe_jax.config import AttentionView, ModelConfig
 from moe_jax.models.attention import grouped, latent
@@ -21,7 +21,7 @@ from moe_jax.parallel.tensor_axis import tp_reduce_scatter
 class AttentionKind(NamedTuple):
     """The functions of one kind of attention."""
 
-    # params, normed tokens [B, n, D], model, view, impl → output of each head [B, N, H, V]
+    # params, normed tokens [B, n, D], model, view, impl, documents [B, N] or None → output of each head [B, N, H, V]
     heads: Callable[..., jax.Array]
     first_cache: Callable[..., Any]  # model, batch, length, dtype → an empty cache
     # params, one normed token [B, 1, D], cache, its position, model, view → outputs for it, and the updated cache
@@ -38,11 +38,20 @@ def kind_of(model: ModelConfig) -> AttentionKind:
 
 
 def attend(
-    params: Any, x_BnD: Float[Array, "B n D"], model: ModelConfig, view: AttentionView, impl: AttentionImpl
+    params: Any,
+    x_BnD: Float[Array, "B n D"],
+    model: ModelConfig,
+    view: AttentionView,
+    impl: AttentionImpl,
+    document_BN: Int[Array, "B N"] | None = None,
 ) -> Float[Array, "B n D"]:
-    """Return what attention adds to the residual stream, including its pre-norm. Runs inside `shard_map`."""
+    """Return what attention adds to the residual stream, including its pre-norm. Runs inside `shard_map`.
+
+    Tokens attend to tokens of their own document, by the numbers in `document_BN`; None: all are of one.
+    """
     h_BnD = rms_norm(x_BnD, params["norm"], model.rms_norm_eps)
-    y_BnD = tp_reduce_scatter(_project_output(params, kind_of(model).heads(params, h_BnD, model, view, impl)), 1)
+    out_BNHV = kind_of(model).heads(params, h_BnD, model, view, impl, document_BN)
+    y_BnD = tp_reduce_scatter(_project_output(params, out_BNHV), 1)
     return y_BnD + params["out_bias"].astype(y_BnD.dtype) if "out_bias" in params else y_BnD
 
 

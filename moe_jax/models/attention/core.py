@@ -24,17 +24,23 @@ def causal_mask(query_N: Int[Array, " N"], key_S: Int[Array, " S"], window: int 
     return age_NS >= 0 if window is None else (age_NS >= 0) & (age_NS < window)
 
 
+def same_document(query_BN: Int[Array, "B N"], key_BS: Int[Array, "B S"]) -> Bool[Array, "B N S"]:
+    """Return whether the tokens of each query and each key are of one document, from the numbers of their documents."""
+    return query_BN[:, :, None] == key_BS[:, None, :]
+
+
 def masked_attention(
     query_BNHK: Float[Array, "B N H K"],
     key_BSGK: Float[Array, "B S G K"],
     value_BSGV: Float[Array, "B S G V"],
-    mask_NS: Bool[Array, "N S"],
+    mask: Bool[Array, "*B N S"],
     scale: float,
     sink_H: Float[Array, " H"] | None = None,
 ) -> Float[Array, "B N H V"]:
     """Return values weighted by a softmax over the visible keys, computed in float32.
 
-    `mask_NS` marks the visible keys. A sink is one more logit of each head that has no value.
+    `mask` marks the visible keys, of all sequences or of each one. A sink is one more logit of each head that has no
+    value.
     """
     batch, tokens, num_attention_heads, width = query_BNHK.shape
     groups, dtype = key_BSGK.shape[2], query_BNHK.dtype
@@ -42,7 +48,7 @@ def masked_attention(
     # with `preferred_element_type` alone, the transpose of the product would have operands of mixed types
     precision = jax.lax.DotAlgorithmPreset.BF16_BF16_F32 if dtype == jnp.bfloat16 else None
     logits = jnp.einsum("bngjk,bsgk->bgjns", query, key_BSGK, precision=precision, preferred_element_type=jnp.float32)
-    logits = jnp.where(mask_NS, logits * scale, jnp.finfo(jnp.float32).min / 2)
+    logits = jnp.where(mask[..., None, None, :, :], logits * scale, jnp.finfo(jnp.float32).min / 2)
     if sink_H is None:
         weights = jax.nn.softmax(logits, axis=-1)
     else:

@@ -24,20 +24,26 @@ Cache = tuple[Float[Array, "B S G K"], Float[Array, "B S G K"]]
 
 
 def heads(
-    params: Any, h_BnD: Float[Array, "B n D"], model: ModelConfig, view: AttentionView, impl: AttentionImpl
+    params: Any,
+    h_BnD: Float[Array, "B n D"],
+    model: ModelConfig,
+    view: AttentionView,
+    impl: AttentionImpl,
+    document_BN: Int[Array, "B N"] | None = None,
 ) -> Float[Array, "B N H K"]:
-    """Return the output of each head."""
+    """Return the output of each head.
+
+    `document_BN` has the numbers of the documents of this context rank's tokens; None: all are of one.
+    """
     h_BND = tp_all_gather(h_BnD, 1)
     positions = jnp.broadcast_to(own_positions(h_BND.shape[1]), h_BND.shape[:2])
     query, key, value = _project(params, h_BND, positions, model, view)
     with jax.named_scope("attention"):
         scale = query.shape[-1] ** -0.5
         if context_ranks() > 1:
-            return FORMS[impl.context_form](query, (key, value), (), params.get("sink"), None, view.window, scale)
-        if "sink" in params:
-            mask_NS = causal_mask(positions[0], positions[0], view.window)
-            return masked_attention(query, key, value, mask_NS, scale, params["sink"])
-        return KERNELS[impl.kernel](query, key, value, view.window, scale)
+            form = FORMS[impl.context_form]
+            return form(query, (key, value), (), params.get("sink"), document_BN, None, view.window, scale)
+        return KERNELS[impl.kernel](query, key, value, view.window, scale, params.get("sink"), document_BN)
 
 
 def first_cache(model: ModelConfig, batch: int, length: int, dtype: Any) -> Cache:

@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from moe_jax.models.attention.core import causal_mask, masked_attention
+from moe_jax.models.attention.core import causal_mask, masked_attention, same_document
+from moe_jax.models.attention.splash import splash
+from moe_jax.models.attention.tiled import whole_sequence
 
 
 def xla(
@@ -18,15 +20,19 @@ def xla(
     value: Float[Array, "B N G V"],
     window: int | None,
     scale: float,
+    sink: Float[Array, " H"] | None = None,
+    document: Int[Array, "B N"] | None = None,
 ) -> Float[Array, "B N H V"]:
     """Compute attention in XLA, with the logits of all pairs of tokens in memory."""
-    if window is None and query.shape[-1] == value.shape[-1]:
+    plain = query.shape[-1] == value.shape[-1] and sink is None and document is None
+    if plain and window is None:
         return jax.nn.dot_product_attention(query, key, value, scale=scale, is_causal=True)
     position = jnp.arange(query.shape[1])
     mask_NN = causal_mask(position, position, window)
-    if query.shape[-1] == value.shape[-1]:
+    if plain:
         return jax.nn.dot_product_attention(query, key, value, scale=scale, mask=mask_NN[None, None])
-    return masked_attention(query, key, value, mask_NN, scale)
+    mask = mask_NN if document is None else mask_NN & same_document(document, document)
+    return masked_attention(query, key, value, mask, scale, sink)
 
 
 def cudnn(
@@ -35,11 +41,15 @@ def cudnn(
     value: Float[Array, "B N G V"],
     window: int | None,
     scale: float,
+    sink: None = None,
+    document: None = None,
 ) -> Float[Array, "B N H V"]:
-    """Compute attention with the flash attention of cuDNN.
+    """Compute attention with the flash attention of cuDNN, which has no sinks and no documents.
 
     cuDNN needs values as wide as keys: narrower values are padded with 0.
     """
+    assert sink is None, "config/attention_kernels.py chooses another kernel for sinks"
+    assert document is None, "and for documents"
     width = value.shape[-1]
     if width < key.shape[-1]:
         value = jnp.pad(value, ((0, 0), (0, 0), (0, 0), (0, key.shape[-1] - width)))
@@ -50,6 +60,6 @@ def cudnn(
     return out[..., :width]
 
 
-# query, key, value, window (tokens a token attends to, itself included; None: all before it), scale of the logits →
-# output of each head
-KERNELS: dict[str, Callable[..., jax.Array]] = {"xla": xla, "cudnn": cudnn}
+# query, key, value, window (tokens a token attends to, itself included; None: all before it), scale of the logits,
+# sinks or None, numbers of the tokens' documents or None → output of each head
+KERNELS: dict[str, Callable[..., jax.Array]] = {"xla": xla, "tiled": whole_sequence, "cudnn": cudnn, "splash": splash}

@@ -25,9 +25,17 @@ Cache = tuple[Float[Array, "B S R"], Float[Array, "B S P"]]  # latents and rotat
 
 
 def heads(
-    params: Any, h_BnD: Float[Array, "B n D"], model: ModelConfig, view: AttentionView, impl: AttentionImpl
+    params: Any,
+    h_BnD: Float[Array, "B n D"],
+    model: ModelConfig,
+    view: AttentionView,
+    impl: AttentionImpl,
+    document_BN: Int[Array, "B N"] | None = None,
 ) -> Float[Array, "B N H V"]:
-    """Return the output of each head."""
+    """Return the output of each head.
+
+    `document_BN` has the numbers of the documents of this context rank's tokens; None: all are of one.
+    """
     parts = _latents(params, h_BnD, model)
     ends = [sum(part.shape[-1] for part in parts[: i + 1]) for i in range(2)]
     # gather the latents, which are narrower than the features that they are computed from
@@ -40,12 +48,10 @@ def heads(
     scale, sink = logit_scale(model), params.get("sink")
     with jax.named_scope("attention"):
         if context_ranks() > 1:  # exchange the latents, which are narrower than keys and values
-            return FORMS[impl.context_form](query, latents, weights, sink, _keys_and_values, view.window, scale)
+            form = FORMS[impl.context_form]
+            return form(query, latents, weights, sink, document_BN, _keys_and_values, view.window, scale)
         key, value = _keys_and_values(weights, latents)
-        if sink is not None:
-            mask_NN = causal_mask(position_BN[0], position_BN[0], view.window)
-            return masked_attention(query, key, value, mask_NN, scale, sink)
-        return KERNELS[impl.kernel](query, key, value, view.window, scale)
+        return KERNELS[impl.kernel](query, key, value, view.window, scale, sink, document_BN)
 
 
 def first_cache(model: ModelConfig, batch: int, length: int, dtype: Any) -> Cache:

@@ -11,7 +11,7 @@ from jax.tree_util import PyTreeDef
 
 from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.parallel.trees import Tree
-from moe_jax.step.scheduled.jaxpr_utils import body_of_call, value_of, variables
+from moe_jax.step.scheduled.jaxpr_utils import body_of_call, needed_for, value_of, variables
 
 
 class BlockConsts(NamedTuple):
@@ -51,7 +51,9 @@ class ScanBody:
         self._places = [of_place[var] for var in self._stacked]
         self._fixed = [var for var in saved if var not in moving]
         wanted = set(map(of_place.__getitem__, self._fixed))
-        of_consts, self._used = dce_jaxpr(jaxpr, [i in wanted for i in range(len(jaxpr.outvars))])
+        # `dce_jaxpr` alone would keep all Pallas kernels, and so the carry that they read
+        needed = jaxpr.replace(eqns=needed_for(self._fixed, jaxpr.eqns))
+        of_consts, self._used = dce_jaxpr(needed, [i in wanted for i in range(len(jaxpr.outvars))])
         self._fixed = [var for i, var in enumerate(jaxpr.outvars) if i in wanted]
         self._of_consts = jaxpr_as_fun(ClosedJaxpr(of_consts, self._traced.consts))
 

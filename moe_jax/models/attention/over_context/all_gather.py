@@ -1,17 +1,23 @@
 """Attention over context ranks that first all-gathers keys and values, or the latents that they are computed from.
 
+Longer sequences are computed in tiles, see `tiled`.
+
 B sequences, n tokens of this rank in each, N of all C ranks; H heads of queries, G of keys and values, K width of
 queries and keys, V width of values.
 """
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from moe_jax.models.attention.core import causal_mask, masked_attention
+from moe_jax.models.attention import tiles
+from moe_jax.models.attention.core import causal_mask, masked_attention, same_document
 from moe_jax.models.attention.over_context.ring import Make, Pair
+from moe_jax.models.attention.tiled import tiled
 from moe_jax.parallel.context import all_gather_tokens, context_ranks, own_positions, positions_of
+from moe_jax.parallel.mesh import Axis
 
 
 def values(
@@ -19,17 +25,26 @@ def values(
     kv: Pair,
     weights: Any,
     sink_H: Float[Array, " H"] | None,
+    document_Bn: Int[Array, "B n"] | None,
     make: Make | None,
     window: int | None,
     scale: float,
 ) -> Float[Array, "B n H V"]:
     """Return the outputs for this rank's queries.
 
-    `make(weights, kv)` computes keys and values; None: `kv` holds them.
+    `make(weights, kv)` computes keys and values; None: `kv` holds them. `document_Bn` has the document of each own
+    token; None: all are of one.
     """
-    own = query_BnHK.shape[1]
-    position_N = jnp.concatenate([positions_of(rank, own) for rank in range(context_ranks())])
-    mask_nN = causal_mask(own_positions(own), position_N, window)
+    own, ranks = query_BnHK.shape[1], context_ranks()
+    positions = own_positions(own), jnp.concatenate([positions_of(rank, own) for rank in range(ranks)])
+    documents = None if document_Bn is None else (document_Bn, all_gather_tokens(document_Bn))
     all_kv = all_gather_tokens(kv[0]), all_gather_tokens(kv[1])
     key_BNGK, value_BNGV = all_kv if make is None else make(weights, all_kv)
-    return masked_attention(query_BnHK, key_BNGK, value_BNGV, mask_nN, scale, sink_H)
+    if ranks * own <= tiles.TILE:
+        mask = causal_mask(*positions, window)
+        mask = mask if documents is None else mask & same_document(*documents)
+        return masked_attention(query_BnHK, key_BNGK, value_BNGV, mask, scale, sink_H)
+    tile, pairs_CP2 = tiles.of_gathered(ranks, own, window, tiles.TILE)
+    pairs_P2 = jnp.asarray(pairs_CP2)[jax.lax.axis_index(Axis.CONTEXT)]
+    masks = positions, documents
+    return tiled(query_BnHK, key_BNGK, value_BNGV, sink_H, pairs_P2, masks, tile, window, scale)

@@ -15,45 +15,49 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from moe_jax.models.attention.over_context.products import (
-    BackwardInputs,
+from moe_jax.models.attention import tiles
+from moe_jax.models.attention.tile_products import (
     Gradients,
-    HopInputs,
+    TileInputs,
     accumulate,
     accumulate_gradients,
-    group_sinks,
+    backward_inputs,
+    by_group,
     initial_sums,
+    outputs,
+    sink_gradient,
     zero_gradients,
 )
-from moe_jax.models.attention.over_context.tiles import Hop, ring_of
-from moe_jax.parallel.context import context_ranks, own_positions, positions_of, ring_permute
+from moe_jax.models.attention.tiles import Hop, ring_of
+from moe_jax.parallel.context import all_gather_tokens, context_ranks, own_positions, positions_of, ring_permute
 from moe_jax.parallel.mesh import Axis
 
 _PAIRS_TO_HALVE = 4
-TILE = 512  # tokens: few enough for fast memory, many enough for a matrix unit
 
 Pair = tuple[jax.Array, jax.Array]  # keys [B, n, G, K] and values [B, n, G, V], or what both are computed from
 Make = Callable[[Any, Pair], Pair]
-Residuals = tuple[jax.Array, Pair, Any, jax.Array | None, jax.Array, jax.Array]
+Residuals = tuple[jax.Array, Pair, Any, jax.Array | None, jax.Array | None, jax.Array, jax.Array]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def values(
     query_BnHK: Float[Array, "B n H K"],
     kv: Pair,
     weights: Any,
     sink_H: Float[Array, " H"] | None,
+    document_Bn: Int[Array, "B n"] | None,
     make: Make | None,
     window: int | None,
     scale: float,
 ) -> Float[Array, "B n H V"]:
     """Return the outputs for this rank's queries.
 
-    `make(weights, kv)` computes keys and values from what travels; None: `kv` holds them.
+    `make(weights, kv)` computes keys and values from what travels; None: `kv` holds them. `document_Bn` has the
+    document of each own token; None: all are of one.
     """
-    return _forward(query_BnHK, kv, weights, sink_H, make, window, scale)[0]
+    return _forward(query_BnHK, kv, weights, sink_H, document_Bn, make, window, scale)[0]
 
 
 def _forward(
@@ -61,47 +65,45 @@ def _forward(
     kv: Pair,
     weights: Any,
     sink_H: jax.Array | None,
+    document_Bn: jax.Array | None,
     make: Make | None,
     window: int | None,
     scale: float,
 ) -> tuple[jax.Array, Residuals]:
     own, own_kv = query_BnHK.shape[1], kv
     key, value = _make_kv(make, weights, kv)
-    query = _by_group(query_BnHK, key)
+    query, documents = by_group(query_BnHK, key), _all_documents(document_Bn)
     sums = initial_sums(query, value.shape[-1], sink_H)
-    tile, hops = ring_of(context_ranks(), own, window, TILE)
+    tile, hops = ring_of(context_ranks(), own, window, tiles.TILE)
     for hop, next_hop in zip(hops, (*hops[1:], None), strict=True):
         if next_hop is not None:
             # without it all hops could run at once, and stay in memory
             kv, sums = jax.lax.optimization_barrier((kv, sums))
             kv = _shift(kv, next_hop.distance - hop.distance)
-        sums = accumulate(sums, _hop_inputs(hop, query, (key, value), tile, window, scale))
+        sums = accumulate(sums, _hop_inputs(hop, query, (key, value), documents, tile, window, scale))
         if next_hop is not None:
             key, value = _make_kv(make, weights, kv)
-    out = sums.value_BnGJV / jnp.moveaxis(sums.total_BGJn, 3, 1)[..., None]
-    out_BnHV = out.reshape(*query_BnHK.shape[:3], -1).astype(value.dtype)
-    log_sum_BGJn = sums.peak_BGJn + jnp.log(sums.total_BGJn)
-    return out_BnHV, (query_BnHK, own_kv, weights, sink_H, out_BnHV, log_sum_BGJn)
+    out_BnHV, log_sum_BGJn = outputs(sums, value.dtype)
+    return out_BnHV, (query_BnHK, own_kv, weights, sink_H, document_Bn, out_BnHV, log_sum_BGJn)
 
 
 def _backward(
     make: Make | None, window: int | None, scale: float, residuals: Residuals, dout_BnHV: jax.Array
-) -> tuple[jax.Array, Pair, Any, jax.Array | None]:
-    query_BnHK, own_kv, weights, sink_H, out_BnHV, log_sum_BGJn = residuals
+) -> tuple[jax.Array, Pair, Any, jax.Array | None, None]:
+    query_BnHK, own_kv, weights, sink_H, document_Bn, out_BnHV, log_sum_BGJn = residuals
     own = query_BnHK.shape[1]
     own_keys, pull_own = _pullback(make, weights, own_kv)
-    query, dout, out = (_by_group(x, own_keys[0]) for x in (query_BnHK, dout_BnHV, out_BnHV))
-    mean_BnGJ = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    saved = BackwardInputs(dout, log_sum_BGJn, jnp.moveaxis(mean_BnGJ, 1, 3))
-    tile, (first, *others) = ring_of(context_ranks(), own, window, TILE)
+    query, dout, out = (by_group(x, own_keys[0]) for x in (query_BnHK, dout_BnHV, out_BnHV))
+    saved, documents = backward_inputs(dout, out, log_sum_BGJn), _all_documents(document_Bn)
+    tile, (first, *others) = ring_of(context_ranks(), own, window, tiles.TILE)
     # in reverse order: XLA would merge hops with equal ones of the forward pass, and store their results until now
     others.reverse()
 
     def gradients(dquery: jax.Array, hop: Hop, keys: Pair, dkeys: Pair | None = None) -> tuple[jax.Array, Pair]:
         """Add the gradients of a hop to those of the queries, and to those of these keys and values so far."""
-        inputs = _hop_inputs(hop, query, keys, tile, window, scale)
+        inputs = _hop_inputs(hop, query, keys, documents, tile, window, scale)
         total = accumulate_gradients(Gradients(dquery, *(dkeys or zero_gradients(inputs))), inputs, saved)
-        return total.query_BnGJK, (total.key_BnGK, total.value_BnGV)
+        return total.query_BnGJK, (total.key_BmGK, total.value_BmGV)
 
     # Own keys are split over both ends, so that computation overlaps with the first keys and with the last sums.
     first_half, last_half = _halves(first)
@@ -134,12 +136,8 @@ def _backward(
     dweights, dkv = pull_own(dkeys)
     dkv = dkv if travelling is None else _add(dkv, travelling)
     dweights = jax.tree.map(lambda *parts: sum(parts), dweights, *weight_grads)
-    dsink_H = None
-    if sink_H is not None:
-        weight_BGJn = jnp.exp(group_sinks(sink_H, own_keys[0].shape[2]) - log_sum_BGJn)
-        dsink_H = -jnp.sum(weight_BGJn * saved.mean_BGJn, axis=(0, 3)).reshape(-1).astype(sink_H.dtype)
-    dquery = dquery.reshape(query_BnHK.shape).astype(query_BnHK.dtype)
-    return dquery, (dkv[0].astype(own_kv[0].dtype), dkv[1].astype(own_kv[1].dtype)), dweights, dsink_H
+    dquery, dsink_H = dquery.reshape(query_BnHK.shape).astype(query_BnHK.dtype), sink_gradient(sink_H, saved)
+    return dquery, (dkv[0].astype(own_kv[0].dtype), dkv[1].astype(own_kv[1].dtype)), dweights, dsink_H, None
 
 
 values.defvjp(_forward, _backward)
@@ -175,20 +173,31 @@ def _halves(hop: Hop) -> tuple[Hop, Hop]:
     return hop._replace(pairs_CP2=hop.pairs_CP2[:, :half]), hop._replace(pairs_CP2=hop.pairs_CP2[:, half:])
 
 
-def _hop_inputs(hop: Hop, query_BnGJK: jax.Array, keys: Pair, tile: int, window: int | None, scale: float) -> HopInputs:
+def _all_documents(document_Bn: jax.Array | None) -> Int[Array, "B N"] | None:
+    """Return the document numbers of all ranks' tokens, rank by rank. They are small enough not to travel in hops."""
+    return None if document_Bn is None else all_gather_tokens(document_Bn)
+
+
+def _hop_inputs(
+    hop: Hop,
+    query_BnGJK: jax.Array,
+    keys: Pair,
+    document_BN: Int[Array, "B N"] | None,
+    tile: int,
+    window: int | None,
+    scale: float,
+) -> TileInputs:
     """Return what this rank computes in a hop."""
-    rank, own, positions = jax.lax.axis_index(Axis.CONTEXT), query_BnGJK.shape[1], None
-    pairs_P2 = jnp.asarray(hop.pairs_CP2)[rank]
+    rank, own, positions, documents = jax.lax.axis_index(Axis.CONTEXT), query_BnGJK.shape[1], None, None
+    pairs_P2, other = jnp.asarray(hop.pairs_CP2)[rank], (rank - hop.distance) % context_ranks()
     if hop.masked:
-        positions = own_positions(own), positions_of((rank - hop.distance) % context_ranks(), own)
+        positions = own_positions(own), positions_of(other, own)
+    if document_BN is not None:
+        of_query, of_key = (jax.lax.dynamic_slice_in_dim(document_BN, own * each, own, 1) for each in (rank, other))
+        documents = of_query, of_key
     # without it JAX would find the masks equal in all blocks, and compute those of all tiles before the scan over these
     pairs_P2, positions, query_BnGJK = jax.lax.optimization_barrier((pairs_P2, positions, query_BnGJK))
-    return HopInputs(query_BnGJK, *keys, pairs_P2, positions, tile, window, scale)
-
-
-def _by_group(x_BnHV: Float[Array, "B n H V"], key_BnGK: Float[Array, "B n G K"]) -> Float[Array, "B n G J V"]:
-    """Group query heads by the head of keys that they attend to."""
-    return x_BnHV.reshape(*key_BnGK.shape[:3], -1, x_BnHV.shape[-1])
+    return TileInputs(query_BnGJK, *keys, pairs_P2, positions, documents, tile, window, scale)
 
 
 def _shift(kv: Pair, distance: int) -> Pair:
