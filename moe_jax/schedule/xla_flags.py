@@ -1,12 +1,16 @@
 """Compiler options that stop XLA from undoing a schedule, as plain data, each with its reason.
 
 The effects were read off scheduled programs for v5p and h100 with jax 0.10.2 (`python -m moe_jax.report --compile`).
-XLA reports an error for a flag that it does not know, so each set holds only flags that its platform accepts.
+XLA reports an error for a flag that it does not know, so each set holds only flags that its platform accepts, and a
+flag that older versions lack names the first jaxlib that has it.
 """
 
+import re
+from importlib.metadata import version
 from typing import NamedTuple
 
 Value = str | bool | int
+Version = tuple[int, ...]
 
 
 class Flag(NamedTuple):
@@ -15,6 +19,7 @@ class Flag(NamedTuple):
     name: str
     value: Value
     reason: str
+    since: Version = ()  # the first jaxlib that knows it; empty: every version that the project supports
 
 
 _TPU = (
@@ -54,13 +59,34 @@ _GPU = (
         True,  # a bool: XLA:GPU takes no "true"
         "without it half of the ragged all-to-alls have nothing between start and done",
     ),
+    # The default kernel writes into the other GPUs' memory. It is used inside a process alone, and was measured at 2 %
+    # of NVLink's rate: https://github.com/openxla/xla/issues/33386. Newer versions also use it between processes, where
+    # it crashes beyond 32 ranks: https://github.com/openxla/xla/issues/47283.
+    Flag(
+        "xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel",
+        False,
+        "a ragged all-to-all inside one process uses a slow kernel instead of NCCL otherwise",
+    ),
+    Flag(
+        "xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback",
+        True,
+        "a ragged all-to-all without that kernel is an error otherwise",
+        since=(0, 11, 1),
+    ),
 )
 FLAGS: dict[str, tuple[Flag, ...]] = {"tpu": _TPU, "gpu": _GPU, "cpu": ()}
 
 
-def compiler_options(platform: str) -> dict[str, Value]:
-    """The options of a platform (tpu, gpu or cpu).
+def compiler_options(platform: str, jaxlib: Version | None = None) -> dict[str, Value]:
+    """The options of a platform (tpu, gpu or cpu) that a version of jaxlib knows; None: the installed one.
 
     For `jax.jit(…, compiler_options=…)` or `lowered.compile(compiler_options=…)`.
     """
-    return {flag.name: flag.value for flag in FLAGS[platform]}
+    own = _installed() if jaxlib is None else jaxlib
+    return {flag.name: flag.value for flag in FLAGS[platform] if flag.since <= own}
+
+
+def _installed() -> Version:
+    """The version of the installed jaxlib. A development version counts as the one that it precedes."""
+    numbers = re.match(r"[\d.]*\d", version("jaxlib"))
+    return tuple(map(int, numbers[0].split("."))) if numbers else ()
