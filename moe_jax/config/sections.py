@@ -356,8 +356,9 @@ class ExchangeConfig:
     """The communication of tokens and gradients between devices."""
 
     # all-to-all: flat, one collective; ring, collective-permutes; hier_1d, hier_2d and halo, hierarchical over nodes,
-    # see docs/exchange.md; ragged, only rows that exist (microbatches; auto: on TPU and GPU); background, concurrently
-    # with the program (CPU); package.module:name of an Exchange, see docs/extend.md
+    # see docs/exchange.md; ragged, only rows that exist (microbatches); background, concurrently with the program
+    # (CPU); package.module:name of an Exchange, see docs/extend.md; auto: on GPUs and TPUs the fastest, as timed on the
+    # devices, else flat
     algorithm: str = "auto"
     # ranks of the expert axis that are joined by fast links; null: detected from the devices
     ranks_per_node: int | None = number(None, CLUSTER)

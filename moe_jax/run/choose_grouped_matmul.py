@@ -22,10 +22,11 @@ from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.mesh import Axis
 from moe_jax.plan.activation_memory import sizes_of
-from moe_jax.run.matmul_timing_cache import read_times, write_times
+from moe_jax.run.timing_cache import TimingCache
 from moe_jax.telemetry.run_log import human_seconds
 
 _TIMED = ("gpu",)  # platforms; on others the fastest product is known
+_CACHE = TimingCache("grouped_products.json", "grouped products")
 Products = Mapping[str, GroupedProduct]
 
 
@@ -65,11 +66,11 @@ def _fastest(shape: MatmulShape, products: Products, timing: Timing) -> str:
     """The name of the fastest product, from the cache of timings or by timing them; prints the times in one line."""
     environment = {"device": jax.local_devices()[0].device_kind, "jax": jax.__version__, "products": list(products)}
     key = shape._asdict() | environment
-    seconds, failed = read_times(key, products), dict[str, str]()
+    seconds, failed = _CACHE.read(key, products), dict[str, str]()
     if seconds is None:
         seconds, failed = timing(shape, products)
         if seconds:
-            write_times(key, seconds)
+            _CACHE.write(key, seconds)
     name = min(seconds, key=seconds.__getitem__, default=next(iter(products)))
     times = ", ".join(f"{each} {human_seconds(seconds[each])}" for each in sorted(seconds, key=seconds.__getitem__))
     left_out = "".join(f"; left out: {each} ({reason})" for each, reason in failed.items())
