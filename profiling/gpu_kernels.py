@@ -1,0 +1,107 @@
+"""A part of `bench_gpu.py`: every kernel of this platform against its slow twin, values and gradients.
+
+Errors are ‖out - twin‖ / ‖twin‖. The twin has the same bfloat16 operands and computes in float32 at the highest
+precision: a loop over groups for grouped products, attention with all logits for attention kernels. S rows, L groups, D
+and F widths.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from parts import Put, Values, one_line
+from results_file import rounded
+
+from moe_jax.models.attention.kernels import KERNELS
+from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct
+
+MOST_ERROR = 1e-2  # of bfloat16 results; one rounding alone is about 2e-3
+_SHAPES = ((4096, 8, 2048, 1408), (2048, 64, 1408, 2048))
+_TOY_SHAPES = ((256, 4, 64, 32),)
+_ATTENTION = ((128, 128), (192, 128))  # widths of keys and of values: grouped-query, latent
+Arrays = Sequence[jax.Array]
+
+
+def measure(put: Put, toy: bool) -> None:
+    """Compare all kernels. Those that do not run here are reported with the reason, and count as wrong."""
+    platform = jax.default_backend()
+    checks: dict[str, Callable[[], Values]] = {}
+    for shape in _TOY_SHAPES if toy else _SHAPES:
+        for name, product in GROUPED_PRODUCTS[platform].items():
+            checks[f"{name} {'×'.join(map(str, shape))}"] = partial(_grouped, product, *shape)
+    if platform == "gpu":
+        for widths in _ATTENTION:
+            checks[f"cudnn {widths[0]}/{widths[1]}"] = partial(_attention, KERNELS["cudnn"], *widths)
+    errors: Values = {}
+    for name, check in checks.items():
+        try:
+            errors[name] = check()
+        except Exception as error:
+            errors[name] = {"failed": one_line(error)}
+        put({"errors": errors})
+    wrong = [name for name, found in errors.items() if "failed" in found or max(found.values()) > MOST_ERROR]
+    put({"kernels": len(errors), "wrong": wrong})
+
+
+def _grouped(product: GroupedProduct, rows: int, groups: int, width: int, hidden: int) -> Values:
+    """Compare a grouped product: groups of uneven sizes, one of them empty, and NaN in the rows beyond them."""
+    tile = product.tile(rows, groups)
+    sizes = np.random.default_rng(0).multinomial(rows // tile, np.full(groups, 1 / groups)) * tile
+    sizes[0] = 0
+    total, capacity = int(sizes.sum()), rows + groups * tile
+    x, w, dy = _normal((capacity, width), (groups, width, hidden), (capacity, hidden))
+    exists = (jnp.arange(capacity) < total)[:, None]
+    x, dy = jnp.where(exists, x, jnp.nan), jnp.where(exists, dy, 0)
+
+    def of_kernel(x: jax.Array, w: jax.Array, dy: jax.Array, size_L: jax.Array) -> tuple[jax.Array, ...]:
+        y, pull = jax.vjp(lambda x, w: product.multiply(x, w, size_L, tile), x, w)
+        dx, dw = pull(dy)
+        return y[:total], dx[:total], dw
+
+    def loop(x: jax.Array, w: jax.Array) -> jax.Array:
+        end = np.cumsum(sizes)
+        parts = [x[stop - size : stop] @ w[i] for i, (stop, size) in enumerate(zip(end, sizes, strict=True))]
+        return jnp.concatenate(parts)
+
+    found = jax.jit(of_kernel)(x, w, dy, jnp.array(sizes, jnp.int32))
+    return _errors(found, loop, (x[:total], w), dy[:total], ("forward", "rows_gradient", "weights_gradient"))
+
+
+def _attention(kernel: Callable[..., jax.Array], width: int, value_width: int) -> Values:
+    shape = (2, 1024, 16)
+    q, k, v, dy = _normal((*shape, width), (*shape, width), (*shape, value_width), (*shape, value_width))
+
+    def gradients(q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:
+        y, pull = jax.vjp(partial(kernel, window=None, scale=width**-0.5), q, k, v)
+        return y, *pull(dy)
+
+    twin = partial(KERNELS["xla"], window=None, scale=width**-0.5)
+    names = ("forward", "queries_gradient", "keys_gradient", "values_gradient")
+    return _errors(jax.jit(gradients)(q, k, v, dy), twin, (q, k, v), dy, names)
+
+
+def _errors(
+    found: Arrays, twin: Callable[..., jax.Array], operands: Arrays, dy: jax.Array, names: Sequence[str]
+) -> Values:
+    def exact(operands: Arrays, dy: jax.Array) -> tuple[jax.Array, ...]:
+        with jax.default_matmul_precision("highest"):
+            y, pull = jax.vjp(twin, *operands)
+            return y, *pull(dy)
+
+    wide: Any = jax.tree.map(lambda x: x.astype(jnp.float32), (operands, dy))
+    pairs = zip(found, jax.jit(exact)(*wide), strict=True)
+    return dict(zip(names, (rounded(_error(one, other)) for one, other in pairs), strict=True))
+
+
+def _error(found: jax.Array, expected: jax.Array) -> float:
+    """Return the relative error; infinity if a number of the result is not finite."""
+    error = jnp.linalg.norm(found.astype(jnp.float32).ravel() - expected.ravel()) / jnp.linalg.norm(expected.ravel())
+    return float(jnp.where(jnp.isfinite(error), error, jnp.inf))
+
+
+def _normal(*shapes: tuple[int, ...]) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
