@@ -5,7 +5,7 @@ precision: a loop over groups for grouped products, attention with all logits fo
 and F widths.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,21 +16,21 @@ from parts import Put, Values, one_line
 from results_file import rounded
 
 from moe_jax.models.attention.kernels import KERNELS
-from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct
+from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct, Pass, available
+from moe_jax.models.transformer import capability_of
 
 MOST_ERROR = 1e-2  # of bfloat16 results; one rounding alone is about 2e-3
 _SHAPES = ((4096, 8, 2048, 1408), (2048, 64, 1408, 2048))
 _TOY_SHAPES = ((256, 4, 64, 32),)
 _ATTENTION = ((128, 128), (192, 128))  # widths of keys and of values: grouped-query, latent
-Arrays = Sequence[jax.Array]
 
 
 def measure(put: Put, toy: bool) -> None:
     """Compare all kernels. Those that do not run here are reported with the reason, and count as wrong."""
-    platform = jax.default_backend()
+    platform, capability = jax.default_backend(), capability_of(jax.devices()[0])
     checks: dict[str, Callable[[], Values]] = {}
     for shape in _TOY_SHAPES if toy else _SHAPES:
-        for name, product in GROUPED_PRODUCTS[platform].items():
+        for name, product in available(GROUPED_PRODUCTS[platform], capability, "bfloat16").items():
             checks[f"{name} {'×'.join(map(str, shape))}"] = partial(_grouped, product, *shape)
     if platform == "gpu":
         for widths in _ATTENTION:
@@ -54,20 +54,24 @@ def _grouped(product: GroupedProduct, rows: int, groups: int, width: int, hidden
     total, capacity = int(sizes.sum()), rows + groups * tile
     x, w, dy = _normal((capacity, width), (groups, width, hidden), (capacity, hidden))
     exists = (jnp.arange(capacity) < total)[:, None]
-    x, dy = jnp.where(exists, x, jnp.nan), jnp.where(exists, dy, 0)
+    x, dy, size_L = jnp.where(exists, x, jnp.nan), jnp.where(exists, dy, 0), jnp.array(sizes, jnp.int32)
 
-    def of_kernel(x: jax.Array, w: jax.Array, dy: jax.Array, size_L: jax.Array) -> tuple[jax.Array, ...]:
-        y, pull = jax.vjp(lambda x, w: product.multiply(x, w, size_L, tile), x, w)
-        dx, dw = pull(dy)
-        return y[:total], dx[:total], dw
+    def run(own: Pass | None, left: jax.Array, right: jax.Array) -> jax.Array | None:
+        return None if own is None else jax.jit(own, static_argnums=3)(left, right, size_L, tile)
+
+    found = {
+        "forward": run(product.forward, x, w),
+        "dgrad": run(product.dgrad, dy, w),
+        "wgrad": run(product.wgrad, x, dy),
+    }
+    found |= {name: y[:total] for name, y in found.items() if name != "wgrad" and y is not None}
 
     def loop(x: jax.Array, w: jax.Array) -> jax.Array:
         end = np.cumsum(sizes)
         parts = [x[stop - size : stop] @ w[i] for i, (stop, size) in enumerate(zip(end, sizes, strict=True))]
         return jnp.concatenate(parts)
 
-    found = jax.jit(of_kernel)(x, w, dy, jnp.array(sizes, jnp.int32))
-    return _errors(found, loop, (x[:total], w), dy[:total], ("forward", "rows_gradient", "weights_gradient"))
+    return _errors(found, loop, (x[:total], w), dy[:total])
 
 
 def _attention(kernel: Callable[..., jax.Array], width: int, value_width: int) -> Values:
@@ -80,20 +84,23 @@ def _attention(kernel: Callable[..., jax.Array], width: int, value_width: int) -
 
     twin = partial(KERNELS["xla"], window=None, scale=width**-0.5)
     names = ("forward", "queries_gradient", "keys_gradient", "values_gradient")
-    return _errors(jax.jit(gradients)(q, k, v, dy), twin, (q, k, v), dy, names)
+    found = dict(zip(names, jax.jit(gradients)(q, k, v, dy), strict=True))
+    return _errors(found, twin, (q, k, v), dy)
 
 
 def _errors(
-    found: Arrays, twin: Callable[..., jax.Array], operands: Arrays, dy: jax.Array, names: Sequence[str]
+    found: Mapping[str, jax.Array | None], twin: Callable[..., jax.Array], operands: Sequence[jax.Array], dy: jax.Array
 ) -> Values:
-    def exact(operands: Arrays, dy: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the error of each result that there is; `twin` has the value and the gradients in their order."""
+
+    def exact(operands: Sequence[jax.Array], dy: jax.Array) -> tuple[jax.Array, ...]:
         with jax.default_matmul_precision("highest"):
             y, pull = jax.vjp(twin, *operands)
             return y, *pull(dy)
 
     wide: Any = jax.tree.map(lambda x: x.astype(jnp.float32), (operands, dy))
-    pairs = zip(found, jax.jit(exact)(*wide), strict=True)
-    return dict(zip(names, (rounded(_error(one, other)) for one, other in pairs), strict=True))
+    pairs = zip(found.items(), jax.jit(exact)(*wide), strict=True)
+    return {name: rounded(_error(one, other)) for (name, one), other in pairs if one is not None}
 
 
 def _error(found: jax.Array, expected: jax.Array) -> float:

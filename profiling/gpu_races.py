@@ -1,4 +1,4 @@
-"""A part of `bench_gpu.py`: the times of all grouped products at the sizes of a model's step, as a run takes them."""
+"""A part of `bench_gpu.py`: times of all grouped products at the sizes of a model's step, pass by pass, as runs do."""
 
 from collections.abc import Mapping
 
@@ -7,9 +7,10 @@ from parts import Put, Values
 from results_file import rounded
 
 from moe_jax.config import Config
-from moe_jax.models.grouped_products import GROUPED_PRODUCTS
+from moe_jax.models.grouped_products import GROUPED_PRODUCTS, available
+from moe_jax.models.transformer import capability_of
 from moe_jax.parallel.mesh import make_mesh
-from moe_jax.run.choose_grouped_matmul import shape_of, time_products
+from moe_jax.run.choose_grouped_matmul import fastest_of, shape_of, time_products
 
 
 def measure(put: Put, configs: Mapping[str, Config], rates: Values) -> None:
@@ -17,13 +18,15 @@ def measure(put: Put, configs: Mapping[str, Config], rates: Values) -> None:
     for name, config in configs.items():
         mesh = make_mesh(config.mesh, jax.devices()[:1])
         shape = shape_of(config, mesh, rates["platform"])
-        found = time_products(shape, GROUPED_PRODUCTS[rates["platform"]])
-        # two products, each with three passes: forward and both gradients
-        flops = 2 * 3 * 2 * shape.filled * shape.groups * shape.width * shape.hidden
+        capability = capability_of(mesh.devices.flat[0])
+        products = available(GROUPED_PRODUCTS[rates["platform"]], capability, shape.dtype)
+        found = time_products(shape, products)
+        flops = 2 * 2 * shape.filled * shape.groups * shape.width * shape.hidden  # there and back
         put(
             {
                 name: {
                     "shape": shape._asdict(),
+                    "fastest": fastest_of(found.seconds, shape, products),
                     "seconds": {each: rounded(seconds) for each, seconds in found.seconds.items()},
                     "share_of_rate": {
                         each: rounded(flops / seconds / rates["matrix_flops_per_s"])

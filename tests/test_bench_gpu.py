@@ -13,6 +13,7 @@ import jax
 import pytest
 
 from moe_jax.measure.hlo import parse
+from moe_jax.models.grouped_matmul import blocks_dgrad
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS
 from moe_jax.plan.memory import step_memory
 from moe_jax.plan.resources import train_flops_per_token
@@ -88,17 +89,16 @@ def test_a_kernel_with_wrong_gradients_is_found(load: Any, monkeypatch: pytest.M
     kernels, put = load("gpu_kernels"), dict[str, Any]()
     good = GROUPED_PRODUCTS["cpu"]["blocks"]
 
-    def double(x: jax.Array, w: jax.Array, size_L: jax.Array, tile: int) -> jax.Array:
-        y = good.multiply(x, w, size_L, tile)
-        return y + (x.sum() - jax.lax.stop_gradient(x.sum())).astype(y.dtype)  # wrong in its gradient alone
+    def halved(dy: jax.Array, w: jax.Array, size_L: jax.Array, tile: int) -> jax.Array:
+        return blocks_dgrad(dy, w, size_L, tile) / 2  # wrong in its gradient alone
 
-    refused = good._replace(multiply=lambda *_: 1 / 0)
-    products = {"good": good, "wrong": good._replace(multiply=double), "refused": refused}
+    refused = good._replace(forward=lambda *_: 1 / 0)
+    products = {"good": good, "wrong": good._replace(dgrad=halved), "refused": refused}
     monkeypatch.setitem(GROUPED_PRODUCTS, "cpu", products)
     kernels.measure(put.update, toy=True)
     assert put["wrong"] == ["wrong 256×4×64×32", "refused 256×4×64×32"]
     errors = put["errors"]["good 256×4×64×32"]
-    assert errors.keys() == {"forward", "rows_gradient", "weights_gradient"}
+    assert errors.keys() == {"forward", "dgrad", "wgrad"}
     assert 1e-4 < max(errors.values()) < kernels.MOST_ERROR
 
 

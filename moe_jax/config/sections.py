@@ -437,9 +437,10 @@ class TrainConfig:
     # of all pairs of tokens in memory; auto: cudnn where it is supported
     attention_kernel: Literal["auto", "xla", "cudnn"] = "auto"
     # grouped matrix product of experts without a capacity, see docs/measure.md: blocks, one tile of rows after another;
-    # ragged, XLA's own; pallas, a kernel (GPU); auto: on GPUs the fastest, as timed on these devices, else the default
-    # of the platform
-    grouped_product: Literal["auto", "blocks", "ragged", "pallas"] = "auto"
+    # ragged, XLA's own; pallas, hopper and blackwell (GPU), megablox (TPU) and tokamax, kernels. Or three, of the
+    # forward pass and the gradients of rows and weights: hopper+hopper+pallas. auto: on GPUs and TPUs the fastest of
+    # each pass, as timed on these devices, else the default of the platform
+    grouped_product: str = "auto"
     # most tokens of a device whose logits are in memory at a time, see docs/memory.md; null: the tokens of 2²⁷ logits
     # (512 MiB)
     loss_chunk: int | None = number(None, Range(1, ANY))

@@ -27,7 +27,7 @@ from moe_jax.models.dispatchers import dispatcher_of
 from moe_jax.models.dispatchers.protocol import CapacityState, DispatchMetadata, ExpertRows, buffer_of, full_capacity
 from moe_jax.models.gates import gate_of
 from moe_jax.models.gates.inputs import RouterInputs
-from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct, product_name
+from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct, product_name, product_of
 from moe_jax.models.hooks import hooks_of
 from moe_jax.models.layers import mlp, rms_norm
 from moe_jax.models.moe import RouterStats, run_experts
@@ -67,7 +67,9 @@ class ComputeConfig:
     @property
     def product(self) -> GroupedProduct:
         """The product of rows in groups of any size."""
-        return GROUPED_PRODUCTS[self.platform][self.grouped_product]
+        product = product_of(self.grouped_product, GROUPED_PRODUCTS[self.platform])
+        assert product is not None, "checked by product_name"
+        return product
 
     def ep_size(self) -> int:
         """Return the number of ranks that have different experts. Runs inside `shard_map`."""
@@ -76,7 +78,7 @@ class ComputeConfig:
     @classmethod
     def of(cls, config: Config, mesh: jax.sharding.Mesh) -> "ComputeConfig":
         """Return the computation that a config asks for on the devices of a mesh. Raises ConfigError."""
-        capability, platform = _capability(mesh.devices.flat[0]), mesh.devices.flat[0].platform
+        capability, platform = capability_of(mesh.devices.flat[0]), mesh.devices.flat[0].platform
         if config.model.moe.num_experts:
             for lookup in (gate_of, dispatcher_of, hooks_of):
                 lookup(config.model.moe)  # raises ConfigError now if the name is invalid
@@ -107,7 +109,7 @@ class ComputeConfig:
             expert_axis=expert_axis(config.mesh),
             seed=config.train.seed,
             loss_chunk=config.train.loss_chunk,
-            grouped_product=product_name(config, platform, mesh.shape[Axis.TENSOR]),
+            grouped_product=product_name(config, platform, mesh.shape[Axis.TENSOR], capability),
         )
 
 
@@ -131,7 +133,7 @@ def exchange_of(config: Config, platform: str, tensor_ranks: int) -> str:
     return "ragged" if ragged and moe.sends_capacity_rows and not moe.has_hooks else "flat"
 
 
-def _capability(device: jax.Device) -> Capability | None:
+def capability_of(device: jax.Device) -> Capability | None:
     """Return the compute capability of an NVIDIA GPU, or None."""
     found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
     return (int(found[1]), int(found[2])) if found else None

@@ -56,7 +56,14 @@ CONFIG = [
     (
         "an unknown product",
         "train.grouped_product=palas",
-        "train.grouped_product=palas must be auto or blocks or ragged or pallas: did you mean pallas?",
+        "train.grouped_product=palas must be auto or blocks or ragged or pallas or hopper or blackwell or megablox or "
+        "tokamax: did you mean pallas?",
+    ),
+    (
+        "a product of two kernels",
+        "train.grouped_product=blocks+pallas",
+        "train.grouped_product=blocks+pallas must be auto or blocks or ragged or pallas or hopper or blackwell or "
+        "megablox or tokamax, or three of them joined by +, as in blocks+ragged+pallas",
     ),
     (
         "a product of other devices",
