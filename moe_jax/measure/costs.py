@@ -35,7 +35,7 @@ _PARTIAL_READS = ("dynamic-slice", "slice", "gather")
 _ALLOCATION = 'custom_call_target="AllocateBuffer"'
 _GEMM = re.compile(r'custom_call_target="(__cublas\$|.*gemm|.*matmul)')
 _FLASH = re.compile(r'custom_call_target="__cudnn\$fmha')
-_KERNEL = re.compile(r"\bgrouped_(rows|weights)\b")  # kernels of models/grouped_kernel.py
+_KERNEL = re.compile(r"\bgrouped_(rows|weights)\b")  # scopes of models/grouped_products.py
 
 
 def collective_of(instruction: Instruction, program: HloModule) -> Instruction | None:

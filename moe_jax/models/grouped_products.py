@@ -65,20 +65,29 @@ class GroupedProduct(NamedTuple):
 
         def weight_gradient(x: jax.Array, dy: jax.Array, size_L: jax.Array) -> jax.Array:
             assert self.wgrad is not None, "checked by product_of"
-            return self.wgrad(x, dy, size_L, tile)
+            return _named(_WEIGHTS, self.wgrad, x, dy, size_L, tile)
 
         return Product(multiply, of_rows, weight_gradient, (size_L,))
 
 
+# Scopes by which `measure/costs.py` knows custom calls as matrix products.
+_ROWS, _WEIGHTS = "grouped_rows", "grouped_weights"
+
+
+def _named(scope: str, own: Pass, left: jax.Array, right: jax.Array, size_L: jax.Array, tile: int) -> jax.Array:
+    with jax.named_scope(scope):
+        return own(left, right, size_L, tile)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _multiply(product: GroupedProduct, tile: int, x: jax.Array, w: jax.Array, size_L: jax.Array) -> jax.Array:
-    return product.forward(x, w, size_L, tile)
+    return _named(_ROWS, product.forward, x, w, size_L, tile)
 
 
 def _forward(
     product: GroupedProduct, tile: int, x: jax.Array, w: jax.Array, size_L: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    return product.forward(x, w, size_L, tile), (x, w, size_L)
+    return _multiply(product, tile, x, w, size_L), (x, w, size_L)
 
 
 def _backward(
@@ -87,7 +96,8 @@ def _backward(
     x, w, size_L = saved
     assert product.dgrad is not None
     assert product.wgrad is not None
-    return product.dgrad(dy_SF, w, size_L, tile), product.wgrad(x, dy_SF, size_L, tile), None
+    dx_SD = _named(_ROWS, product.dgrad, dy_SF, w, size_L, tile)
+    return dx_SD, _named(_WEIGHTS, product.wgrad, x, dy_SF, size_L, tile), None
 
 
 _multiply.defvjp(_forward, _backward)
