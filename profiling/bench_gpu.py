@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_models import MODELS, TOYS, config_of, filling, with_capacity
+from gpu_models import MODELS, TOYS, config_of, filling, unrolled, with_capacity
 from parts import Values, run_part
 from results_file import RESULTS
 
@@ -96,7 +96,7 @@ class Bench:
                 self._part(name, "gpu_transformers", limited | _in_transformers(config), _PART_S)
             else:
                 trace = self.path.with_name(f"{self.path.stem}_{name}.trace.json.gz")
-                own = with_capacity(config, _FACTORS[how])
+                own = unrolled(with_capacity(config, _FACTORS[how]))
                 self._part(name, "gpu_step", self._timed(rates) | {"config": own, "trace": trace}, _PART_S)
 
     @property

@@ -1,5 +1,6 @@
 """The benchmark of GPUs runs from end to end without one, and what fails in a part stays there."""
 
+import dataclasses
 import importlib
 import json
 import os
@@ -13,6 +14,7 @@ import jax
 import pytest
 
 from moe_jax.measure.hlo import parse
+from moe_jax.measure.targets import find_target
 from moe_jax.models.grouped_matmul import blocks_dgrad
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS
 from moe_jax.plan.memory import step_memory
@@ -193,6 +195,39 @@ def test_operations_are_of_the_kind_of_their_scope(load: Any) -> None:
         "g": roofline.DENSE,
         "h": roofline.LOSS,
     }
+
+
+LOOP = """HloModule jit_step, is_scheduled=true
+
+%body (s: (s32[], f32[1000,1000])) -> (s32[], f32[1000,1000]) {
+  %s = (s32[], f32[1000,1000]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = f32[1000,1000]{1,0} get-tuple-element(%s), index=1
+  %y = f32[1000,1000]{1,0} custom-call(%x), custom_call_target="mosaic", metadata={op_name="jit(step)/experts/grouped_rows/f"}
+  ROOT %t = (s32[], f32[1000,1000]{1,0}) tuple(%i, %y)
+}
+
+ENTRY %main (a: f32[1000,1000]) -> f32[1000,1000] {
+  %a = f32[1000,1000]{1,0} parameter(0)
+  %n = f32[1000,1000]{1,0} negate(%a), metadata={op_name="jit(step)/optimizer/neg"}
+  %c = s32[] constant(0)
+  %p = (s32[], f32[1000,1000]{1,0}) tuple(%c, %n)
+  %w = (s32[], f32[1000,1000]{1,0}) while(%p), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  ROOT %r = f32[1000,1000]{1,0} get-tuple-element(%w), index=1
+}
+"""  # noqa: E501
+
+
+def test_kernels_in_loops_count_once_for_each_iteration(load: Any) -> None:
+    """By bytes, or by operations if these take longer: those of a grouped product are the model's."""
+    models, roofline = load("gpu_models"), load("roofline")
+    config = models.config_of(models.TOYS["fine"], 2, 32)
+    target = dataclasses.replace(find_target("h200:1x1x1"), memory_bytes_per_s=8e9, matrix_flops_per_s=2.0**21)
+    found = roofline.kernel_seconds(parse(LOOP), config, target)
+    assert found.keys() == {roofline.OPTIMIZER, roofline.EXPERTS}
+    assert found[roofline.OPTIMIZER] == pytest.approx(1e-3), "4 MB read, and 4 MB written"
+    operations = 2 * 64 * 3 * 32 * 16  # pairs of tokens and experts, widths
+    assert found[roofline.EXPERTS] == pytest.approx(3 * operations / 2**21)
 
 
 PART = """
