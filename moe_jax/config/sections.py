@@ -325,7 +325,9 @@ class ScheduleConfig:
     link_gb_per_s: float | None = number(None, Range(0, FINITE, above=True))  # 10⁹ byte/s; null: typical
     network_gb_per_s: float | None = number(None, Range(0, FINITE, above=True))  # the same between nodes of GPUs
     task_times: str | None = None  # a file of measured seconds (plan/measured.py), used instead of estimates
-    unroll: int = number(1, Range(1, BLOCKS))  # periods of blocks unrolled in one iteration of the scan over blocks
+    # periods of blocks unrolled in one iteration of the scan over blocks. On GPUs a plain step with all of them
+    # unrolled takes less memory, and its kernels move fewer bytes: see docs/memory.md
+    unroll: int = number(1, Range(1, BLOCKS))
     remat: Literal["none", "dots", "full"] = "none"  # what the backward pass recomputes, see docs/architecture.md
     # with mesh.pipeline above 1: the order in which stages process the parts of train.grad_accumulation, see
     # docs/pipelines.md; coscheduled works without stages, too: it overlaps one part's backward pass with the next
