@@ -60,12 +60,6 @@ CONFIG = [
         "tokamax: did you mean pallas?",
     ),
     (
-        "a product of two kernels",
-        "train.grouped_product=blocks+pallas",
-        "train.grouped_product=blocks+pallas must be auto or blocks or ragged or pallas or hopper or blackwell or "
-        "megablox or tokamax, or three of them joined by +, as in blocks+ragged+pallas",
-    ),
-    (
         "a product of other devices",
         "train.grouped_product=pallas",
         "train.grouped_product=pallas is not for these devices, which are cpu: use train.grouped_product=auto, or "
