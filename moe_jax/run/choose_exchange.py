@@ -155,15 +155,15 @@ def sizes_of_exchange(config: Config, mesh: Mesh) -> ExchangeSizes:
 
 def time_exchanges(config: Config, mesh: Mesh, named: Mapping[str, Config]) -> InterleavedTimes:
     """Time each algorithm on all devices of the mesh. All processes call this."""
-    sizes = sizes_of_exchange(config, mesh)
-    programs = {name: partial(_call, sizes, each, mesh) for name, each in named.items()}
+    sizes, drawn = sizes_of_exchange(config, mesh), dict[int, jax.Array]()
+    programs = {name: partial(_call, sizes, each, mesh, drawn) for name, each in named.items()}
     return time_interleaved(programs, agree=largest)
 
 
-def _call(sizes: ExchangeSizes, config: Config, mesh: Mesh) -> Call:
+def _call(sizes: ExchangeSizes, config: Config, mesh: Mesh, drawn: dict[int, jax.Array]) -> Call:
     """A compiled call of one algorithm, with its operand. Its first run compares the rows with those of `flat`.
 
-    The call then raises ValueError if any differs.
+    The call then raises ValueError if any differs. `drawn` keeps operands by their number of rows, for other calls.
     """
     compute = ComputeConfig.of(config, mesh)
     own, flat = (_trip(config, each) for each in (compute, dataclasses.replace(compute, exchange="flat")))
@@ -186,7 +186,9 @@ def _call(sizes: ExchangeSizes, config: Config, mesh: Mesh) -> Call:
     options: dict[str, Any] = {}
     if config.step_facts.orders_tasks:  # as in step/trainer.py
         options |= compiler_options(compute.platform)
-    x = jax.jit(on_mesh(draw, in_specs=(), out_specs=spec))()
+    if rows not in drawn:
+        drawn[rows] = jax.jit(on_mesh(draw, in_specs=(), out_specs=spec))()
+    x = drawn[rows]
     compare = jax.jit(on_mesh(differing, in_specs=spec, out_specs=none)).lower(x).compile(options)
     there_and_back = on_mesh(lambda x: own(x).returned, in_specs=spec, out_specs=spec)
     compiled = jax.jit(there_and_back).lower(x).compile(options)

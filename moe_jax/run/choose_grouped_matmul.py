@@ -144,31 +144,38 @@ def time_products(shape: MatmulShape, products: Products) -> InterleavedTimes:
 
     The first results are compared with those of a loop over tiles; a kernel whose results differ is left out.
     """
-    checked = _Checked(shape)
-    calls = {
-        _label(name, product_name): partial(checked.call, name, own, product)
-        for name in _ALL
-        for product_name, product in products.items()
-        if (own := getattr(product, name)) is not None
-    }
-    with jax.default_device(jax.local_devices()[0]):
-        return time_interleaved(calls)
+    seconds, failed = dict[str, float](), dict[str, str]()
+    for name in _ALL:  # one after another, so that the operands of one pass are in memory
+        checked = _Checked(shape, name)
+        calls = {
+            _label(name, product_name): partial(checked.call, own, product)
+            for product_name, product in products.items()
+            if (own := getattr(product, name)) is not None
+        }
+        with jax.default_device(jax.local_devices()[0]):
+            found = time_interleaved(calls)
+        seconds |= found.seconds
+        failed |= found.failed
+    return InterleavedTimes(seconds, failed)
 
 
 class _Checked:
-    """Makes calls of passes whose first results are compared with those of `blocks`."""
+    """Makes calls of one pass whose first results are compared with those of `blocks`."""
 
-    def __init__(self, shape: MatmulShape):
-        self._shape = shape
-        self._expected: dict[tuple[str, int], list[jax.Array]] = {}  # by pass and tile
+    def __init__(self, shape: MatmulShape, name: str):
+        self._shape, self._name = shape, name
+        self._operands: dict[int, tuple[Any, jax.Array]] = {}  # by tile
+        self._expected: dict[int, list[jax.Array]] = {}
 
-    def call(self, name: str, own: Pass, product: GroupedProduct) -> Call:
+    def call(self, own: Pass, product: GroupedProduct) -> Call:
         """A compiled call with its operands."""
         shape = self._shape
         if any(width % product.width_multiple for width in (shape.width, shape.hidden)):
             raise ValueError(f"widths are no multiples of {product.width_multiple}")
         tile, is_checked = product.tile(shape.rows, shape.groups), False
-        operands = _operands(shape, name, tile)
+        if tile not in self._operands:
+            self._operands[tile] = _operands(shape, self._name, tile)
+        operands = self._operands[tile]
         compiled = jax.jit(partial(_both, own, tile)).lower(*operands).compile()
 
         def call() -> Any:
@@ -176,17 +183,17 @@ class _Checked:
             found = compiled(*operands)
             if not is_checked:
                 is_checked = True
-                self._compare(name, tile, operands, found)
+                self._compare(tile, found)
             return found
 
         return call
 
-    def _compare(self, name: str, tile: int, operands: tuple[Any, jax.Array], found: list[jax.Array]) -> None:
+    def _compare(self, tile: int, found: list[jax.Array]) -> None:
         """Raise ValueError if results differ from those of the twin by more than rounding."""
-        if (name, tile) not in self._expected:
-            twin = jax.jit(partial(_both, _TWIN[name], tile))
-            self._expected[name, tile] = _projected(twin(*operands))
-        for one, other in zip(_projected(found), self._expected[name, tile], strict=True):
+        if tile not in self._expected:
+            twin = jax.jit(partial(_both, _TWIN[self._name], tile))
+            self._expected[tile] = _projected(twin(*self._operands[tile]))
+        for one, other in zip(_projected(found), self._expected[tile], strict=True):
             error = float(jnp.linalg.norm(one - other) / jnp.linalg.norm(other))
             if not error < _MOST_ERROR:  # also if it is not a number
                 raise ValueError(f"its results differ from those of blocks by {error:.1e}")
