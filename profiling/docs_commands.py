@@ -57,7 +57,7 @@ NEEDS = (
     Need(r"\bsbatch ", "SLURM", "command -v sbatch"),
     Need(r"^docker ", "a Docker daemon", "docker info"),
     Need(r"^tensorboard ", "TensorBoard", "command -v tensorboard"),
-    Need(r"bench_gpu\.py$", "a GPU", "nvidia-smi"),
+    Need(r"bench_gpu\.py$|gpu_day\.sh$", "a GPU", "nvidia-smi"),
     Need(r"--compile v5p", "libtpu", "python -c 'import libtpu'"),
     Need(r"--compile h|memory_check", "jax's CUDA plugin", "python -c 'import jax_plugins.xla_cuda13'"),
     Need(

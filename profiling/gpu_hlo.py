@@ -14,9 +14,10 @@ import re
 import sys
 from typing import Any
 
-from gpu_models import MODELS, filling
+from gpu_models import MODELS, filling, unrolled
 from real_compiler import read_command
 from results_file import rounded, write_result
+from roofline import kernel_seconds
 
 from moe_jax.config import Config
 from moe_jax.errors import CommandParser, ConfigError, run_command
@@ -26,12 +27,14 @@ from moe_jax.measure.targets import Target, target_devices
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.plan.clusters import PRESETS
 from moe_jax.plan.memory import step_memory
+from moe_jax.plan.resources import train_flops_per_token
 from moe_jax.step.compile import batch_shape, step_program
 from moe_jax.step.trainer import make_trainer
 
 _ROUTER = re.compile(r"\broute\b")  # its scope; parameters and router stay float32
 _FLOAT32 = 32
 _MOST_ERROR = 0.05
+_PRODUCT = "pallas"
 
 
 def compiled(config: Config, target: Target) -> tuple[HloModule, int]:
@@ -56,6 +59,16 @@ def read(program: HloModule) -> dict[str, Any]:
             f"{line.shape} {line.op_name}" for line in products if _is_float32(line, program) and not _is_router(line)
         ],
         "flash_attention": {"forward": len(attention) - backward, "backward": backward},
+    }
+
+
+def kernels(program: HloModule, config: Config, target: Target) -> dict[str, Any]:
+    """Return the least milliseconds of the kernels by kind, and the share that the model's operations alone take."""
+    seconds = kernel_seconds(program, config, target)
+    flops = config.train.batch_size * config.data.seq_len * train_flops_per_token(config.model, config.data.seq_len)
+    return {
+        "ms": {kind: rounded(1e3 * own_s) for kind, own_s in seconds.items()},
+        "useful": rounded(flops / target.matrix_flops_per_s / sum(seconds.values())),
     }
 
 
@@ -84,10 +97,13 @@ def main() -> None:
     for name, model in MODELS.items():
         config = filling(model, memory_bytes)
         assert config is not None, "a block of each fits"
+        # one launch for all groups: loops over tiles have an unknown number of iterations
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, grouped_product=_PRODUCT))
         if arguments.layers is not None:
             cut = dataclasses.replace(model, num_layers=arguments.layers)
             config = dataclasses.replace(config, model=cut)
         program, allocated = compiled(config, target)
+        unrolled_program, unrolled_bytes = compiled(unrolled(config), target)
         predicted = step_memory(config, target.platform).total
         values[name] = {
             "blocks": config.model.num_layers,
@@ -96,6 +112,11 @@ def main() -> None:
             "allocated_bytes": allocated,
             "predicted_bytes": int(predicted),
             "error": rounded(predicted / allocated - 1),
+            "kernels": kernels(program, config, target),
+            "unrolled": {
+                "allocated_bytes": unrolled_bytes,
+                "kernels": kernels(unrolled_program, config, target),
+            },
         }
     write_result(f"gpu_hlo_{target.name.replace(':', '_')}", values)
     if broken := [text for name, each in values.items() for text in _broken(name, each)]:

@@ -80,6 +80,15 @@ def with_sequences(config: Config, sequences: int) -> Config:
     return dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=sequences))
 
 
+def unrolled(config: Config) -> Config:
+    """Return the config with all blocks unrolled.
+
+    Then XLA:GPU neither stacks casts of weights and gradients over the blocks, nor copies blocks out of stacks.
+    """
+    schedule = dataclasses.replace(config.schedule, unroll=config.model.num_layers)
+    return dataclasses.replace(config, schedule=schedule)
+
+
 def filling(model: ModelConfig, num_bytes: int) -> Config | None:
     """Return the config with the most blocks that fit with 4 sequences, then the most sequences; None if no block fits.
 

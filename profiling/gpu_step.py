@@ -17,13 +17,17 @@ from roofline import seconds_by_kind, work_by_kind
 from rounds import seconds_in_rounds
 
 from moe_jax.config import Config
+from moe_jax.errors import UserError
 from moe_jax.measure.hlo import parse
 from moe_jax.measure.trace import FILES, read_trace
 from moe_jax.parallel.mesh import make_mesh
+from moe_jax.plan.clusters import cluster_of
+from moe_jax.plan.estimate import estimate
 from moe_jax.plan.memory import step_memory
 from moe_jax.plan.resources import count_parameters, train_flops_per_token
 from moe_jax.step.compile import step_program, target_here
 from moe_jax.step.trainer import make_trainer
+from moe_jax.telemetry.energy import energy_counter
 
 _SERIAL: dict[str, dict[str, str | bool]] = {
     "gpu": {"xla_gpu_enable_command_buffer": ""}
@@ -57,6 +61,7 @@ def _measure(put: Put, config: Config, rates: Values, clock_s: float, trace: Pat
             "sequence_tokens": config.data.seq_len,
             "capacity_factor": config.model.moe.capacity_factor,
             "predicted_bytes": step_memory(config, rates["platform"]).total,
+            "predicted_step_s": _predicted_step_s(config, rates["device"]),
         }
     )
     trainer = make_trainer(config, make_mesh(config.mesh, jax.devices()[:1]))
@@ -65,7 +70,7 @@ def _measure(put: Put, config: Config, rates: Values, clock_s: float, trace: Pat
     program = step_program(trainer, batch, target_here(trainer)).compile()
     memory = program.memory_analysis()
     put({"compile_s": rounded(time.perf_counter() - start), "allocated_bytes": memory and _allocated(memory)})
-    state, times = _timed(program, trainer.init(), batch, clock_s)
+    state, times, joules = _timed(program, trainer.init(), batch, clock_s)
     step_s = statistics.median(times)
     flops = train_flops_per_token(config.model, config.data.seq_len) * tokens
     put(
@@ -73,6 +78,7 @@ def _measure(put: Put, config: Config, rates: Values, clock_s: float, trace: Pat
             "step_s": quartiles(times),
             "tokens_per_s": rounded(tokens / step_s),
             "mfu": rounded(flops / step_s / rates["matrix_flops_per_s"]),
+            "joules_per_token": None if joules is None else rounded(joules / tokens),
         }
     )
     try:
@@ -89,11 +95,24 @@ def _allocated(memory: Any) -> int:
     return int(total - memory.alias_size_in_bytes)
 
 
-def _timed(program: Compiled, state: Any, batch: np.ndarray, clock_s: float) -> tuple[Any, list[float]]:
-    """Return the state after all steps, and seconds per step in each round; the first steps are a warm-up."""
+def _predicted_step_s(config: Config, device_kind: str) -> float | None:
+    """Return the planner's time of a step by published rates; None if it does not know the device."""
+    try:
+        return rounded(estimate(config, cluster_of(device_kind, 1)).step_s)
+    except UserError:
+        return None
+
+
+def _timed(program: Compiled, state: Any, batch: np.ndarray, clock_s: float) -> tuple[Any, list[float], float | None]:
+    """Return the state after all steps, seconds per step in each round, and joules per step.
+
+    The first steps are a warm-up. Joules are None if the device does not count them.
+    """
+    num_steps = 0
 
     def run(steps: int) -> float:
-        nonlocal state
+        nonlocal state, num_steps
+        num_steps += steps
         start = time.perf_counter()
         for _ in range(steps):
             state, metrics = program(state, batch)
@@ -101,8 +120,10 @@ def _timed(program: Compiled, state: Any, batch: np.ndarray, clock_s: float) -> 
         return (time.perf_counter() - start) / steps
 
     run(1)
+    counter, num_steps = energy_counter(jax.devices()[:1]), 0
+    before = counter() if counter else 0.0
     times = seconds_in_rounds(run, clock_s)
-    return state, times
+    return state, times, (counter() - before) / num_steps if counter else None
 
 
 def _kinds(program: Compiled, state: Any, batch: np.ndarray, config: Config, rates: Values, trace: Path) -> Values:

@@ -6,6 +6,7 @@ than our float32. Its loss is the cross-entropy alone. Both make its steps short
 
 import gc
 import importlib.util
+import itertools
 import statistics
 import time
 from typing import Any
@@ -16,52 +17,72 @@ from rounds import seconds_in_rounds
 
 from moe_jax.measure.provenance import package_version
 
-_VARIANTS = ((True, "grouped_mm"), (False, "grouped_mm"), (True, None))  # is compiled, implementation of the experts
+_EXPERTS = ("grouped_mm", "batched_mm", "sonicmoe", None)  # implementations; None: as the library chooses
+_LAST_START = 0.5  # of the time limit: a variant compiles for up to half a minute
 
 
 def measure(
-    put: Put, settings: Values, sequences: int, seq_len: int, flops_per_token: float, rates: Values, clock_s: float
+    put: Put,
+    settings: Values,
+    sequences: int,
+    seq_len: int,
+    flops_per_token: float,
+    rates: Values,
+    clock_s: float,
+    limit_s: float,
 ) -> None:
-    """Time the first implementation that works; halve the number of sequences whenever memory runs out."""
+    """Time the implementations of experts, compiled and then eager, and keep the fastest.
+
+    The number of sequences is halved whenever memory runs out. After the first result none starts in the second half of
+    the time limit.
+    """
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
         return put({"skipped": f"{' and '.join(missing)} not installed"})
     import torch
 
+    start = time.monotonic()
     put({"versions": {name: package_version(name) for name in ("torch", "transformers", "triton")}})
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    counts = [sequences >> halved for halved in range(sequences.bit_length())]
-    refused: Values = {}
-    for is_compiled, experts in _VARIANTS[device == "cpu" :]:
-        variant = f"{'compiled' if is_compiled else 'eager'}, experts: {experts or 'as the library chooses'}"
-        for count in counts:
+    best, tokens_per_s, refused = 0.0, dict[str, float](), dict[str, str]()
+    for is_compiled, experts in itertools.product((True, False)[device == "cpu" :], _EXPERTS):
+        if best and time.monotonic() - start > _LAST_START * limit_s:
+            break
+        name = f"{'compiled' if is_compiled else 'eager'}, experts: {experts or 'as the library chooses'}"
+        for count in (sequences >> halved for halved in range(sequences.bit_length())):
             if device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             try:
                 found = _times(settings, device, is_compiled, experts, count, seq_len, clock_s)
             except Exception as error:
-                refused[f"{variant}, {count} sequences"] = one_line(error)
+                refused[f"{name}, {count} sequences"] = one_line(error)
                 put({"refused": refused})
                 is_full = isinstance(error, torch.OutOfMemoryError)
             else:
-                tokens_per_s = count * seq_len / statistics.median(found["times"])
-                return put(
-                    {
-                        "way": variant,
-                        "sequences": count,
-                        "step_s": quartiles(found["times"]),
-                        "first_step_s": rounded(found["first_step_s"]),
-                        "tokens_per_s": rounded(tokens_per_s),
-                        "mfu": rounded(tokens_per_s * flops_per_token / rates["matrix_flops_per_s"]),
-                        "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
-                    }
-                )
+                tokens_per_s[name] = rounded(count * seq_len / statistics.median(found["times"]))
+                put({"tokens_per_s_of": tokens_per_s})
+                if tokens_per_s[name] > best:
+                    best = tokens_per_s[name]
+                    put(
+                        {
+                            "way": name,
+                            "sequences": count,
+                            "step_s": quartiles(found["times"]),
+                            "first_step_s": rounded(found["first_step_s"]),
+                            "tokens_per_s": best,
+                            "mfu": rounded(best * flops_per_token / rates["matrix_flops_per_s"]),
+                            "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
+                        }
+                    )
+                is_full = False
             torch.compiler.reset()
             gc.collect()
             torch.cuda.empty_cache()
             if not is_full:
                 break
-    raise RuntimeError("no way works, see refused")
+    if not best:
+        raise RuntimeError("no way works, see refused")
+    return None
 
 
 def _times(

@@ -20,7 +20,8 @@ from results_file import quartiles, write_result
 
 from moe_jax.distributed.processes import Processes, initialize
 from moe_jax.errors import run_command
-from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct
+from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct, available, product_of
+from moe_jax.models.transformer import capability_of
 
 _SMALL = ((2048, 32, 256, 512), (4096, 32, 256, 512), (2048, 8, 512, 1024))
 # Fine-grained experts of a few widths, few and many of them on a device; and coarse ones.
@@ -58,7 +59,8 @@ def measure(platform: str, rounds: int, rows: int, groups: int, width: int, hidd
     """Check results against each other, then return ratios of times."""
     rng = np.random.default_rng(0)
     sizes = rng.multinomial(rows, rng.dirichlet(np.full(groups, 3.0)))
-    (_, own), *others = GROUPED_PRODUCTS[platform].items()
+    usable = available(GROUPED_PRODUCTS[platform], capability_of(jax.devices()[0]), jnp.dtype(_DTYPES[platform]).name)
+    (_, own), *others = ((name, product) for name, product in usable.items() if product_of(name, usable))
     products = {"ours": own, **dict(others)}
 
     def normal(*shape: int) -> np.ndarray:

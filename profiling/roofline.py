@@ -7,12 +7,13 @@ and written once, and that as few arrays as possible pass between kernels.
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from moe_jax.config import Config
-from moe_jax.measure.costs import matrix_products
+from moe_jax.measure.costs import compute_seconds, matrix_products
 from moe_jax.measure.hlo import HloModule, Instruction
+from moe_jax.measure.targets import Target
 from moe_jax.measure.trace import TracedOperation, joined
 from moe_jax.plan.resources import count_parameters, gate_matrices, train_flops_per_token
 
@@ -26,6 +27,9 @@ _SCOPES = {
     EXPERTS: ("experts",),
     ROUTING: ("route", "unpermute", "dispatch", "combine"),
 }
+_GROUPED = re.compile(
+    r"\bgrouped_(rows|weights)\b"
+)  # kernels of experts' grouped products, see models/grouped_products.py
 _HALF, _WHOLE = 2, 4  # bytes of a number: of activations, of parameters
 
 
@@ -93,3 +97,34 @@ def work_by_kind(config: Config) -> dict[str, Work]:
         LOSS: Work(0, 2 * _WHOLE * tokens * model.vocab_size),
         OPTIMIZER: Work(0, 8 * _WHOLE * counts.total),  # of 4 arrays writes 3, and reads gradients for a norm
     }
+
+
+def kernel_seconds(program: HloModule, config: Config, target: Target) -> dict[str, float]:
+    """Return the least time of the kernels of each kind in a step that was compiled for one device.
+
+    Each kernel takes the longer of its operations at peak rate and the bytes that it touches at memory bandwidth.
+    Unlike `work_by_kind`, this counts everything that the compiler made the step read and write. Loops of an unknown
+    number of iterations, and branches, count once.
+    """
+    moe = config.model.moe
+    pairs = config.train.batch_size * config.data.seq_len * moe.top_k
+    grouped_s = 2 * pairs * config.model.hidden_size * moe.intermediate_size / target.matrix_flops_per_s
+    seconds: dict[str, float] = defaultdict(float)
+    for line, count in _executed(program, program.entry, 1):
+        own_s = compute_seconds(line, program, target)
+        if line.opcode == "custom-call" and _GROUPED.search(line.op_name):
+            own_s = max(own_s, grouped_s)
+        if own_s:
+            seconds[kind_of(line, program)] += count * own_s
+    return dict(seconds)
+
+
+def _executed(program: HloModule, computation: str, count: int) -> Iterator[tuple[Instruction, int]]:
+    """Yield every instruction that runs by itself, with the number of times."""
+    for line in program.computations[computation]:
+        if not line.is_control:
+            yield line, count
+        else:
+            times = count * (program.trip_count(line) or 1) if line.opcode == "while" else count
+            for called in line.called:
+                yield from _executed(program, called, times)

@@ -41,6 +41,10 @@ REFUSED = {
         "log.trace_step=5 is never reached with train.steps=4: use 5 steps or more, or null"
     ),
     "log.wandb_project=": "log.wandb_project is empty: name a project, or null",
+    "train.grouped_product=blocks+pallas": (
+        "train.grouped_product=blocks+pallas must be auto or blocks or ragged or pallas or hopper or blackwell or "
+        "megablox or tokamax, or three of them joined by +, as in blocks+ragged+pallas"
+    ),
     "train.skip_spikes=true": (
         "train.skip_spikes=true skips what train.spike_factor=null does not name: give a factor, e.g. "
         "train.spike_factor=3, or use train.skip_spikes=false"

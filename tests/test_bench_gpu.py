@@ -1,16 +1,22 @@
 """The benchmark of GPUs runs from end to end without one, and what fails in a part stays there."""
 
+import dataclasses
 import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 
 from moe_jax.measure.hlo import parse
+from moe_jax.measure.targets import find_target
+from moe_jax.models.grouped_matmul import blocks_dgrad
+from moe_jax.models.grouped_products import GROUPED_PRODUCTS
 from moe_jax.plan.memory import step_memory
 from moe_jax.plan.resources import train_flops_per_token
 
@@ -81,6 +87,85 @@ def test_kinds_share_all_operations_of_the_model(name: str, load: Any) -> None:
     assert all(each.flops or each.num_bytes for each in work.values())
 
 
+def test_a_kernel_with_wrong_gradients_is_found(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, put = load("gpu_kernels"), dict[str, Any]()
+    good = GROUPED_PRODUCTS["cpu"]["blocks"]
+
+    def halved(dy: jax.Array, w: jax.Array, size_L: jax.Array, tile: int) -> jax.Array:
+        return blocks_dgrad(dy, w, size_L, tile) / 2  # wrong in its gradient alone
+
+    refused = good._replace(forward=lambda *_: 1 / 0)
+    products = {"good": good, "wrong": good._replace(dgrad=halved), "refused": refused}
+    monkeypatch.setitem(GROUPED_PRODUCTS, "cpu", products)
+    kernels.measure(put.update, toy=True)
+    assert put["wrong"] == ["wrong 256×4×64×32", "refused 256×4×64×32"]
+    errors = put["errors"]["good 256×4×64×32"]
+    assert errors.keys() == {"forward", "dgrad", "wgrad"}
+    assert 1e-4 < max(errors.values()) < kernels.MOST_ERROR
+
+
+def test_a_call_goes_on_where_the_last_one_ended(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part is measured once, the first ones first, unless the commit is another one."""
+    bench, ran = load("bench_gpu"), list[str]()
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(bench.time, "monotonic", lambda: clock.now)
+
+    def run_part(module: str, arguments: dict[str, Any], limit_s: float, keep: Any) -> None:
+        ran.append(module)
+        clock.now += 100
+        rates = {"platform": "cpu", "device": "a b", "memory_bytes": 1, "memory_bytes_per_s": 1.0}
+        keep(rates if module == "gpu_rates" else {"failed": "no"} if module == "gpu_races" else {"tokens_per_s": 1})
+
+    monkeypatch.setattr(bench, "run_part", run_part)
+
+    def call() -> bool:
+        return bench.Bench(tmp_path, toy=True, minutes=8, resume=True).run(bench.PARTS)
+
+    assert not call()
+    assert ran == ["gpu_rates", "gpu_kernels", "gpu_races", "gpu_step", "gpu_step"]
+    assert call()
+    assert ran[5:] == ["gpu_rates", "gpu_transformers", "gpu_transformers", "gpu_step", "gpu_step"]
+    assert call()
+    assert ran[10:] == ["gpu_rates"]
+    monkeypatch.setattr(bench, "origin", lambda: {"commit": "other", "jax": "1", "jaxlib": "1", "python": "3"})
+    assert not call()
+    assert ran[11:13] == ["gpu_rates", "gpu_kernels"]
+
+
+@pytest.mark.parametrize(("codes", "calls", "code"), [("75 75 0", 3, 0), ("75 75 75", 3, 75), ("75 1", 2, 1)])
+def test_the_days_script_calls_until_all_is_measured(codes: str, calls: int, code: int, tmp_path: Path) -> None:
+    stub, log = tmp_path / "python", tmp_path / "log"
+    stub.write_text(f'#!/bin/bash\necho "$@" >> {log}\nexit $(echo {codes} | cut -d" " -f$(wc -l < {log}))\n')
+    stub.chmod(0o755)
+    run = subprocess.run([FOLDER / "gpu_day.sh", "--toy"], env=os.environ | {"PYTHON": str(stub)})
+    assert run.returncode == code
+    assert log.read_text().splitlines() == ["profiling/bench_gpu.py --resume --minutes 8 --toy"] * calls
+
+
+def test_the_page_has_what_was_measured(load: Any) -> None:
+    page = load("gpu_page")
+    assert page.PAGE.read_text(encoding="utf-8") == page.page(page.read_results(FOLDER / "results"))
+    race = {"seconds": {"blocks": 0.002}, "share_of_rate": {"blocks": 0.5}, "left_out": {"pallas": "no"}}
+    parts = {
+        "rates": {"device": "One GPU", "matrix_flops_per_s": 7e14, "memory_bytes_per_s": 4e12},
+        "kernels": {"errors": {"blocks": {"forward": 1e-3, "rows_gradient": 2e-3}, "cudnn": {"failed": "none"}}},
+        "races": {"fine": race, "wall_s": 1},
+        "fine": {"tokens_per_s": 12345.0, "mfu": 0.4, "step_s": {"median": 0.5}, "predicted_step_s": 0.25},
+        "coarse": {"failed": "did not end within 125 s"},
+    }
+    made = {"date": "2030-01-02T03:04:05", "commit": "abc", "jax": "1.0"}
+    text = page.page({"bench_gpu_one.json": {"parts": parts, "provenance": made}})
+    for line in (
+        "## One GPU",
+        "| `fine` | 12,345 | 40.0% | 500.0 | 250.0 | – | – | – |",
+        "- `coarse`: did not end within 125 s",
+        "| `blocks` | 2.0e-03 |",
+        "| `fine`: `blocks` | 2.00 | 50% |",
+        "| `fine`: `pallas` | left out: no | – |",
+    ):
+        assert line in text.splitlines()
+
+
 HLO = """HloModule jit_step, is_scheduled=true
 
 ENTRY %main (x: f32[4,4]) -> f32[4,4] {
@@ -110,6 +195,39 @@ def test_operations_are_of_the_kind_of_their_scope(load: Any) -> None:
         "g": roofline.DENSE,
         "h": roofline.LOSS,
     }
+
+
+LOOP = """HloModule jit_step, is_scheduled=true
+
+%body (s: (s32[], f32[1000,1000])) -> (s32[], f32[1000,1000]) {
+  %s = (s32[], f32[1000,1000]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = f32[1000,1000]{1,0} get-tuple-element(%s), index=1
+  %y = f32[1000,1000]{1,0} custom-call(%x), custom_call_target="mosaic", metadata={op_name="jit(step)/experts/grouped_rows/f"}
+  ROOT %t = (s32[], f32[1000,1000]{1,0}) tuple(%i, %y)
+}
+
+ENTRY %main (a: f32[1000,1000]) -> f32[1000,1000] {
+  %a = f32[1000,1000]{1,0} parameter(0)
+  %n = f32[1000,1000]{1,0} negate(%a), metadata={op_name="jit(step)/optimizer/neg"}
+  %c = s32[] constant(0)
+  %p = (s32[], f32[1000,1000]{1,0}) tuple(%c, %n)
+  %w = (s32[], f32[1000,1000]{1,0}) while(%p), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  ROOT %r = f32[1000,1000]{1,0} get-tuple-element(%w), index=1
+}
+"""  # noqa: E501
+
+
+def test_kernels_in_loops_count_once_for_each_iteration(load: Any) -> None:
+    """By bytes, or by operations if these take longer: those of a grouped product are the model's."""
+    models, roofline = load("gpu_models"), load("roofline")
+    config = models.config_of(models.TOYS["fine"], 2, 32)
+    target = dataclasses.replace(find_target("h200:1x1x1"), memory_bytes_per_s=8e9, matrix_flops_per_s=2.0**21)
+    found = roofline.kernel_seconds(parse(LOOP), config, target)
+    assert found.keys() == {roofline.OPTIMIZER, roofline.EXPERTS}
+    assert found[roofline.OPTIMIZER] == pytest.approx(1e-3), "4 MB read, and 4 MB written"
+    operations = 2 * 64 * 3 * 32 * 16  # pairs of tokens and experts, widths
+    assert found[roofline.EXPERTS] == pytest.approx(3 * operations / 2**21)
 
 
 PART = """

@@ -106,7 +106,11 @@ def candidates(name: str) -> Iterator[Any]:
     if isinstance(kinds[0], str | int):  # the values of a Literal
         yield from kinds
     value = setting(Config(), name)
-    others: dict[type, list[Any]] = {bool: [not value], str: ["other", "package.module:name"], float: [0.75, 12.0]}
+    others: dict[type, list[Any]] = {
+        bool: [not value],
+        str: ["other", "package.module:name", "blocks"],
+        float: [0.75, 12.0],
+    }
     yield from others.get(kinds[0], [])
     if int in kinds:
         yield from [2, 1, 8, 32]

@@ -25,7 +25,8 @@ from results_file import RESULTS
 
 COMMANDS = [command for page in pages() for command in commands_of(page)]
 PROGRAMS = (
-    r"(bash )?scripts/\w+\.sh|EXTRAS=\S+ PROCESSES=2 sbatch|sbatch|docker|git clone|tensorboard|python3(\.12)? -m venv"
+    r"(bash )?scripts/\w+\.sh|(CALLS=1 )?profiling/gpu_day\.sh|EXTRAS=\S+ PROCESSES=2 sbatch|sbatch|docker|git clone|"
+    r"tensorboard|python3(\.12)? -m venv"
 )
 INSTALL = r"(FOLDER/bin/)?pip install"
 TOKEN = "export MOE_JAX_TOKEN=…"

@@ -25,6 +25,20 @@ def test_one_gpus_step_has_flash_attention_and_no_float32_products(model: str) -
     assert error.lstrip("+").replace("−", "-") == percent(found["error"])
 
 
+@pytest.mark.parametrize("model", ["coarse", "fine"])
+def test_unrolled_blocks_touch_fewer_bytes(model: str) -> None:
+    found = result("gpu_hlo_h200_1x1x1")[model]
+    steps = {f"{model}, a loop over blocks": found, f"{model}, unrolled": found["unrolled"]}
+    for name, step in steps.items():
+        kernels, useful, allocated = map(float, rows("memory")[name])
+        assert kernels == round(sum(step["kernels"]["ms"].values()), 1)
+        assert useful == round(step["kernels"]["useful"], 2)
+        assert allocated == round(step["allocated_bytes"] / 1e9, 1)
+    loop, unrolled = steps.values()
+    assert unrolled["kernels"]["useful"] > 1.25 * loop["kernels"]["useful"]
+    assert unrolled["allocated_bytes"] < 0.8 * loop["allocated_bytes"]
+
+
 HLO = """HloModule jit_step, is_scheduled=true
 
 %body (x: f32[4,4]) -> f32[4,4] {

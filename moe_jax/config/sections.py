@@ -326,7 +326,9 @@ class ScheduleConfig:
     link_gb_per_s: float | None = number(None, Range(0, FINITE, above=True))  # 10⁹ byte/s; null: typical
     network_gb_per_s: float | None = number(None, Range(0, FINITE, above=True))  # the same between nodes of GPUs
     task_times: str | None = None  # a file of measured seconds (plan/measured.py), used instead of estimates
-    unroll: int = number(1, Range(1, BLOCKS))  # periods of blocks unrolled in one iteration of the scan over blocks
+    # periods of blocks unrolled in one iteration of the scan over blocks. On GPUs a plain step with all of them
+    # unrolled takes less memory, and its kernels move fewer bytes: see docs/memory.md
+    unroll: int = number(1, Range(1, BLOCKS))
     remat: Literal["none", "dots", "full"] = "none"  # what the backward pass recomputes, see docs/architecture.md
     # with mesh.pipeline above 1: the order in which stages process the parts of train.grad_accumulation, see
     # docs/pipelines.md; coscheduled works without stages, too: it overlaps one part's backward pass with the next
@@ -357,8 +359,9 @@ class ExchangeConfig:
     """The communication of tokens and gradients between devices."""
 
     # all-to-all: flat, one collective; ring, collective-permutes; hier_1d, hier_2d and halo, hierarchical over nodes,
-    # see docs/exchange.md; ragged, only rows that exist (microbatches; auto: on TPU and GPU); background, concurrently
-    # with the program (CPU); package.module:name of an Exchange, see docs/extend.md
+    # see docs/exchange.md; ragged, only rows that exist (microbatches); background, concurrently with the program
+    # (CPU); package.module:name of an Exchange, see docs/extend.md; auto: on GPUs and TPUs the fastest, as timed on the
+    # devices, else flat
     algorithm: str = "auto"
     # ranks of the expert axis that are joined by fast links; null: detected from the devices
     ranks_per_node: int | None = number(None, CLUSTER)
@@ -438,9 +441,10 @@ class TrainConfig:
     # where it is supported, else tiled for more than 512 tokens, else xla
     attention_kernel: Literal["auto", "xla", "tiled", "cudnn", "splash"] = "auto"
     # grouped matrix product of experts without a capacity, see docs/measure.md: blocks, one tile of rows after another;
-    # ragged, XLA's own; pallas, a kernel (GPU); auto: on GPUs the fastest, as timed on these devices, else the default
-    # of the platform
-    grouped_product: Literal["auto", "blocks", "ragged", "pallas"] = "auto"
+    # ragged, XLA's own; pallas, hopper and blackwell (GPU), megablox (TPU) and tokamax, kernels. Or three, of the
+    # forward pass and the gradients of rows and weights: hopper+hopper+pallas. auto: on GPUs and TPUs the fastest of
+    # each pass, as timed on these devices, else the default of the platform
+    grouped_product: str = "auto"
     # most tokens of a device whose logits are in memory at a time, see docs/memory.md; null: the tokens of 2²⁷ logits
     # (512 MiB)
     loss_chunk: int | None = number(None, Range(1, ANY))

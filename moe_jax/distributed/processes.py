@@ -207,6 +207,13 @@ def allgather_rows(numbers: NDArray[Any]) -> NDArray[Any]:
     return np.asarray(multihost_utils.process_allgather(numbers))
 
 
+def largest(number: float) -> float:
+    """Return the largest of the processes' numbers; all of them call it."""
+    if jax.process_count() == 1:
+        return number
+    return float(multihost_utils.process_allgather(np.array(number, np.float32)).max())
+
+
 def from_process(source: int, value: Any) -> Any:
     """Broadcast the value of process `source`, which must fit in JSON; all processes call it."""
     text = json.dumps(value).encode()

@@ -37,7 +37,7 @@ _ALLOCATION = 'custom_call_target="AllocateBuffer"'
 _GEMM = re.compile(r'custom_call_target="(__cublas\$|.*gemm|.*matmul)')
 _FLASH = re.compile(r'custom_call_target="__cudnn\$fmha')
 _SPLASH = re.compile(r"\bsplash_m[hq]a_(fwd|dq|dkv)")  # kernels of models/attention/splash.py
-# products of rows in groups: XLA:TPU's kernel, and those of models/grouped_kernel.py
+# products of rows in groups: XLA:TPU's kernel, and scopes of models/grouped_products.py
 _GROUPED = re.compile(r"(?:^|/)(?:ragged-dot(?:-none)?|ragged_dot_general)$|\bgrouped_(?:rows|weights)\b")
 _MATRIX_DIMS = 2
 _NO_CYCLES = 2**62  # and above: the compiler has no estimate, and writes the largest number of 64 bits

@@ -36,7 +36,6 @@ class _Blocks(NamedTuple):
         return triton.CompilerParams(num_warps=8 if self.rows * self.columns >= _MAX_WIDTH**2 else 4, num_stages=3)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def pallas(
     x_SD: Float[Array, "S D"],
     w_LDF: Float[Array, "L D F"],
@@ -44,24 +43,22 @@ def pallas(
     tile: int,
     interpret: bool = False,
 ) -> Float[Array, "S F"]:
-    """Multiply rows by the matrix of their group. Rows beyond the groups give 0.
+    """Multiply rows by the matrix of their group.
 
     `interpret`: run without a GPU, slowly. Raises ValueError for widths that are not multiples of 16.
     """
     return _rows(x_SD, w_LDF, size_L, tile, 1, interpret)
 
 
-def _forward(x: jax.Array, w: jax.Array, size_L: jax.Array, tile: int, interpret: bool) -> tuple[jax.Array, tuple]:
-    return pallas(x, w, size_L, tile, interpret), (x, w, size_L)
-
-
-def _backward(tile: int, interpret: bool, saved: tuple, dy_SF: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    x, w, size_L = saved
-    dx_SD = _rows(dy_SF, w, size_L, tile, 2, interpret)
-    return dx_SD, weight_gradient(x, dy_SF, size_L, tile, interpret), None
-
-
-pallas.defvjp(_forward, _backward)
+def pallas_dgrad(
+    dy_SF: Float[Array, "S F"],
+    w_LDF: Float[Array, "L D F"],
+    size_L: Int[Array, " L"],
+    tile: int,
+    interpret: bool = False,
+) -> Float[Array, "S D"]:
+    """Return the gradient of the rows."""
+    return _rows(dy_SF, w_LDF, size_L, tile, 2, interpret)
 
 
 def _rows(x: jax.Array, w: jax.Array, size_L: jax.Array, tile: int, contracted: int, interpret: bool) -> jax.Array:
@@ -95,7 +92,7 @@ def _rows_kernel(group_of: _Ref, x: _Ref, w: _Ref, y: _Ref, *, blocks: _Blocks, 
     y[rows, columns] = total.astype(y.dtype)
 
 
-def weight_gradient(
+def pallas_wgrad(
     x: Float[Array, "S D"], dy: Float[Array, "S F"], size_L: Int[Array, " L"], tile: int, interpret: bool = False
 ) -> Float[Array, "L D F"]:
     """Return the gradient of the matrix of each group, from the rows of the group; 0 for an empty group."""

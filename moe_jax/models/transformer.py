@@ -34,7 +34,7 @@ from moe_jax.models.dispatchers.protocol import (
 )
 from moe_jax.models.gates import gate_of
 from moe_jax.models.gates.inputs import RouterInputs
-from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct, product_name
+from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct, product_name, product_of
 from moe_jax.models.hooks import hooks_of
 from moe_jax.models.layers import mlp, rms_norm
 from moe_jax.models.moe import RouterContext, RouterStats, run_experts
@@ -75,7 +75,9 @@ class ComputeConfig:
     @property
     def product(self) -> GroupedProduct:
         """The product of rows in groups of any size."""
-        return GROUPED_PRODUCTS[self.platform][self.grouped_product]._replace(filled=self.balanced_fill)
+        product = product_of(self.grouped_product, GROUPED_PRODUCTS[self.platform])
+        assert product is not None, "checked by product_name"
+        return product._replace(filled=self.balanced_fill)
 
     def ep_size(self) -> int:
         """Return the number of ranks that have different experts. Runs inside `shard_map`."""
@@ -116,7 +118,7 @@ class ComputeConfig:
             expert_axis=expert_axis(config.mesh),
             seed=config.train.seed,
             loss_chunk=config.train.loss_chunk,
-            grouped_product=product_name(config, platform, mesh.shape[Axis.TENSOR]),
+            grouped_product=product_name(config, platform, mesh.shape[Axis.TENSOR], capability),
             balanced_fill=balanced_fill(config.model.moe, config.exchange.rank_capacity_factor, size),
         )
 

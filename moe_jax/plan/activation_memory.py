@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 
 from moe_jax.config import Config, ModelConfig
 from moe_jax.config.attention_kernels import Kernel, kernel_of
+from moe_jax.config.grouped_products import passes_of
 from moe_jax.config.registry import OPEN_EXCHANGE
 from moe_jax.config.step_kinds import RematUnit
 from moe_jax.plan.work import ITEM_BYTES, attention_tile
@@ -27,8 +28,13 @@ Mode = Literal["all", "least", "dots", "full"]
 # implementations, the first one listed has the largest tiles, so no other stores more.
 TILES = {
     "cpu": {"blocks": (8, 64)},
-    "gpu": {"blocks": (64, 512), "ragged": (64, 512), "pallas": (64, 128)},
-    "tpu": {"ragged": (128, 512), "blocks": (128, 512)},
+    "gpu": {
+        "blocks": (64, 512),
+        **dict.fromkeys(("ragged", "pallas", "hopper"), (64, 128)),
+        "blackwell": (128, 128),
+        "tokamax": (64, 128),
+    },
+    "tpu": dict.fromkeys(("ragged", "blocks", "megablox", "tokamax"), (128, 512)),
 }
 _LANE_TILE = 8  # rows, see models/dispatchers/ragged.py
 
@@ -117,8 +123,7 @@ def _rows(config: Config, platform: str, mesh: Mapping[str, int], parts: int, to
         if config.exchange.rank_capacity_factor is not None:
             width = min(width, math.ceil(Fraction(str(config.exchange.rank_capacity_factor)) * own * moe.top_k / ranks))
         received = tensor * ranks * width * (part // own)
-        tiles = TILES[platform]
-        least, most = tiles.get(config.train.grouped_product, next(iter(tiles.values())))
+        least, most = _tile_range(config.train.grouped_product, platform)
         tile = min(max(1 << (max(received // local_experts, 1).bit_length() - 1), least), most)
         padded = -(-(received + local_experts * (tile - 1)) // tile) * tile
         return RowCounts(sent=parts * received / tensor, computed=parts * padded)
@@ -142,6 +147,16 @@ def _rows(config: Config, platform: str, mesh: Mapping[str, int], parts: int, to
         overflow=local_experts * (most - lane),
         ragged=True,
     )
+
+
+def _tile_range(name: str, platform: str) -> tuple[int, int]:
+    """The smallest and the largest tile of a grouped product: all kernels of its passes have to take it."""
+    tiles = TILES[platform]
+    kernels = passes_of(name)
+    if kernels is None or not set(kernels) <= tiles.keys():
+        return next(iter(tiles.values()))
+    ranges = [tiles[kernel] for kernel in kernels]
+    return max(least for least, _ in ranges), min(most for _, most in ranges)
 
 
 def _mlps(model: ModelConfig, kind: str) -> list[int]:

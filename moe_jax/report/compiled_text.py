@@ -95,7 +95,7 @@ def _program_facts(outcome: Outcome) -> Iterator[Row]:
     if outcome.fingerprint:
         yield "program", f"{outcome.fingerprint}, {STEP_PROGRAM!r} in provenance.json of a run that trains it"
     if outcome.untimed_product:
-        yield "assumed", f"train.grouped_product={outcome.untimed_product}: with auto a run on GPUs takes the fastest"
+        yield "assumed", f"train.grouped_product={outcome.untimed_product}: with auto a run takes the fastest"
 
 
 def _collective_rows(result: Replay) -> Iterator[Row]:

@@ -1,12 +1,15 @@
 """Choice of the grouped matrix product for `train.grouped_product=auto`, by timing the candidates on a run's devices.
 
 They are timed once for the run's shapes, on platforms where the fastest one is not known in advance. Programs that are
-compiled for absent hardware use the platform's default instead.
+compiled for absent hardware use the platform's default instead. Each pass is timed by itself: forward, the gradient of
+the rows (dgrad) and that of the weights (wgrad). Kernels of different products can be put together if groups are padded
+to the same tile.
 
 S is the number of rows, L the number of groups (experts), D and F are the hidden and intermediate widths.
 """
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,16 +19,19 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from moe_jax.config import Config
+from moe_jax.config.grouped_products import AUTO, Passes
 from moe_jax.distributed.processes import from_process, is_main_process
 from moe_jax.measure.interleaved_timing import Call, InterleavedTimes, time_interleaved
-from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct
-from moe_jax.models.transformer import ComputeConfig
+from moe_jax.models.grouped_matmul import blocks, blocks_dgrad, blocks_wgrad
+from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct, Pass, available
+from moe_jax.models.transformer import ComputeConfig, capability_of
 from moe_jax.parallel.mesh import Axis
 from moe_jax.plan.activation_memory import sizes_of
-from moe_jax.run.matmul_timing_cache import read_times, write_times
+from moe_jax.run.timing_cache import TimingCache
 from moe_jax.telemetry.run_log import human_seconds
 
-_TIMED = ("gpu",)  # platforms; on others the fastest product is known
+_TIMED = ("gpu", "tpu")  # platforms; on others the fastest product is known
+_CACHE = TimingCache("grouped_products.json", "grouped products")
 Products = Mapping[str, GroupedProduct]
 
 
@@ -48,7 +54,8 @@ def with_fastest_product(config: Config, mesh: Mesh, timing: Timing | None = Non
     if not is_timed(config, mesh):
         return config
     platform = ComputeConfig.of(config, mesh).platform
-    shape, products = shape_of(config, mesh, platform), GROUPED_PRODUCTS[platform]
+    shape = shape_of(config, mesh, platform)
+    products = available(GROUPED_PRODUCTS[platform], capability_of(mesh.devices.flat[0]), shape.dtype)
     fastest = _fastest(shape, products, timing or time_products) if is_main_process() else None
     name = from_process(0, fastest)
     return dataclasses.replace(config, train=dataclasses.replace(config.train, grouped_product=name))
@@ -57,24 +64,64 @@ def with_fastest_product(config: Config, mesh: Mesh, timing: Timing | None = Non
 def is_timed(config: Config, mesh: Mesh) -> bool:
     """Whether a run on these devices times the grouped products."""
     compute, moe = ComputeConfig.of(config, mesh), config.model.moe
-    is_open = config.train.grouped_product == "auto" and compute.platform in _TIMED
+    is_open = config.train.grouped_product == AUTO and compute.platform in _TIMED
     return bool(is_open and moe.num_experts and moe.sends_sized_rows)
 
 
 def _fastest(shape: MatmulShape, products: Products, timing: Timing) -> str:
-    """The name of the fastest product, from the cache of timings or by timing them; prints the times in one line."""
+    """The name of the fastest product, from the cache of timings or by timing them; prints a line for each pass."""
     environment = {"device": jax.local_devices()[0].device_kind, "jax": jax.__version__, "products": list(products)}
     key = shape._asdict() | environment
-    seconds, failed = read_times(key, products), dict[str, str]()
+    names = [_label(each, name) for each in Passes._fields for name in products]
+    seconds, failed = _CACHE.read(key, names), dict[str, str]()
     if seconds is None:
         seconds, failed = timing(shape, products)
         if seconds:
-            write_times(key, seconds)
-    name = min(seconds, key=seconds.__getitem__, default=next(iter(products)))
-    times = ", ".join(f"{each} {human_seconds(seconds[each])}" for each in sorted(seconds, key=seconds.__getitem__))
-    left_out = "".join(f"; left out: {each} ({reason})" for each, reason in failed.items())
-    print(f"train.grouped_product={name}, forward and backward: {times or 'none could be timed'}{left_out}", flush=True)
+            _CACHE.write(key, seconds)
+    name = fastest_of(seconds, shape, products) or next(iter(products))
+    print("\n".join([f"train.grouped_product={name}", *_table(seconds, failed)]), flush=True)
     return name
+
+
+def fastest_of(seconds: Mapping[str, float], shape: MatmulShape, products: Products) -> str | None:
+    """The name of the fastest product, as `train.grouped_product` has it; None if no pass or not every one was timed.
+
+    Passes are put together from products with the same tile for this shape.
+    """
+    best: list[tuple[float, Passes]] = []
+    by_tile: dict[int, list[str]] = defaultdict(list)
+    for name, product in products.items():
+        by_tile[product.tile(shape.rows, shape.groups)].append(name)
+    for names in by_tile.values():
+        timed = [
+            {name: seconds[_label(each, name)] for name in names if _label(each, name) in seconds} for each in _ALL
+        ]
+        if all(timed):
+            kernels = Passes(*(min(times, key=times.__getitem__) for times in timed))
+            best.append((sum(min(times.values()) for times in timed), kernels))
+    return min(best)[1].name if best else None
+
+
+_ALL = Passes._fields
+
+
+def _label(each: str, name: str) -> str:
+    return f"{each} {name}"
+
+
+def _table(seconds: Mapping[str, float], failed: Mapping[str, str]) -> list[str]:
+    """A line for each pass: the times, the shortest first, and what was left out."""
+    lines = []
+    for each in _ALL:
+        own = {label.removeprefix(f"{each} "): s for label, s in seconds.items() if label.startswith(f"{each} ")}
+        times = ", ".join(f"{name} {human_seconds(own[name])}" for name in sorted(own, key=own.__getitem__))
+        left_out = "".join(
+            f"; left out: {label.removeprefix(f'{each} ')} ({reason})"
+            for label, reason in failed.items()
+            if label.startswith(f"{each} ")
+        )
+        lines.append(f"  {each:<8} {times or 'none could be timed'}{left_out}")
+    return lines
 
 
 def shape_of(config: Config, mesh: Mesh, platform: str) -> MatmulShape:
@@ -93,30 +140,90 @@ def shape_of(config: Config, mesh: Mesh, platform: str) -> MatmulShape:
 
 
 def time_products(shape: MatmulShape, products: Products) -> InterleavedTimes:
-    """Time each product on this process's first device: two products (D → F → D), forward and backward."""
-    return time_interleaved({name: partial(_call, shape, product) for name, product in products.items()})
+    """Time each pass of each product on this process's first device, to the intermediate width and back.
+
+    The first results are compared with those of a loop over tiles; a kernel whose results differ is left out.
+    """
+    seconds, failed = dict[str, float](), dict[str, str]()
+    for name in _ALL:  # one after another, so that the operands of one pass are in memory
+        checked = _Checked(shape, name)
+        calls = {
+            _label(name, product_name): partial(checked.call, own, product)
+            for product_name, product in products.items()
+            if (own := getattr(product, name)) is not None
+        }
+        with jax.default_device(jax.local_devices()[0]):
+            found = time_interleaved(calls)
+        seconds |= found.seconds
+        failed |= found.failed
+    return InterleavedTimes(seconds, failed)
 
 
-def _call(shape: MatmulShape, product: GroupedProduct) -> Call:
-    """A compiled call with its operands: groups of whole tiles, in a buffer for as many rows as a step has."""
-    groups, tile = shape.groups, product.tile(shape.rows, shape.groups)
+class _Checked:
+    """Makes calls of one pass whose first results are compared with those of `blocks`."""
+
+    def __init__(self, shape: MatmulShape, name: str):
+        self._shape, self._name = shape, name
+        self._operands: dict[int, tuple[Any, jax.Array]] = {}  # by tile
+        self._expected: dict[int, list[jax.Array]] = {}
+
+    def call(self, own: Pass, product: GroupedProduct) -> Call:
+        """A compiled call with its operands."""
+        shape = self._shape
+        if any(width % product.width_multiple for width in (shape.width, shape.hidden)):
+            raise ValueError(f"widths are no multiples of {product.width_multiple}")
+        tile, is_checked = product.tile(shape.rows, shape.groups), False
+        if tile not in self._operands:
+            self._operands[tile] = _operands(shape, self._name, tile)
+        operands = self._operands[tile]
+        compiled = jax.jit(partial(_both, own, tile)).lower(*operands).compile()
+
+        def call() -> Any:
+            nonlocal is_checked
+            found = compiled(*operands)
+            if not is_checked:
+                is_checked = True
+                self._compare(tile, found)
+            return found
+
+        return call
+
+    def _compare(self, tile: int, found: list[jax.Array]) -> None:
+        """Raise ValueError if results differ from those of the twin by more than rounding."""
+        if tile not in self._expected:
+            twin = jax.jit(partial(_both, _TWIN[self._name], tile))
+            self._expected[tile] = _projected(twin(*self._operands[tile]))
+        for one, other in zip(_projected(found), self._expected[tile], strict=True):
+            error = float(jnp.linalg.norm(one - other) / jnp.linalg.norm(other))
+            if not error < _MOST_ERROR:  # also if it is not a number
+                raise ValueError(f"its results differ from those of blocks by {error:.1e}")
+
+
+_TWIN: dict[str, Pass] = {"forward": blocks, "dgrad": blocks_dgrad, "wgrad": blocks_wgrad}
+_MOST_ERROR = 0.02  # of bfloat16 sums, in another order
+
+
+def _operands(shape: MatmulShape, name: str, tile: int) -> tuple[Any, jax.Array]:
+    """The operands of a pass there and back: groups of whole tiles, in a buffer for as many rows as a step has."""
+    groups = shape.groups
     capacity = -(-(shape.rows + groups * (tile - 1)) // tile) * tile
     size = min(-(-shape.filled // tile) * tile, capacity // groups // tile * tile)
+    narrow, wide = (capacity, shape.width), (capacity, shape.hidden)
+    up, down = (groups, shape.width, shape.hidden), (groups, shape.hidden, shape.width)
+    pairs = {"forward": ((narrow, up), (wide, down)), "dgrad": ((wide, up), (narrow, down))}
+    shapes = pairs.get(name, ((narrow, wide), (wide, narrow)))
+    # random numbers, scaled so that products keep their magnitude: zeros would be faster than the numbers of a step
+    keys = iter(jax.random.split(jax.random.key(0), 4))
+    drawn = [[jax.random.normal(next(keys), each, shape.dtype) / each[-1] ** 0.5 for each in pair] for pair in shapes]
+    return drawn, jnp.full(groups, size, jnp.int32)
 
-    def gradients(x_SD: jax.Array, in_LDF: jax.Array, out_LFD: jax.Array, size_L: jax.Array) -> Any:
-        def there_and_back(x: jax.Array, w_in: jax.Array, w_out: jax.Array) -> jax.Array:
-            return product.multiply(product.multiply(x, w_in, size_L, tile), w_out, size_L, tile)
 
-        y_SD, pull = jax.vjp(there_and_back, x_SD, in_LDF, out_LFD)
-        return pull(y_SD)
+def _both(own: Pass, tile: int, operands: Any, size_L: jax.Array) -> list[jax.Array]:
+    return [own(left, right, size_L, tile) for left, right in operands]
 
-    shapes = (capacity, shape.width), (groups, shape.width, shape.hidden), (groups, shape.hidden, shape.width)
-    with jax.default_device(jax.local_devices()[0]):
-        keys = jax.random.split(jax.random.key(0), len(shapes))
-        # random numbers, scaled so that products keep their magnitude: zeros would be faster than the numbers of a step
-        drawn = [
-            jax.random.normal(key, each, shape.dtype) / each[-2] ** 0.5 for key, each in zip(keys, shapes, strict=True)
-        ]
-        operands = *drawn, jnp.full(groups, size, jnp.int32)
-        compiled = jax.jit(gradients).lower(*operands).compile()
-    return partial(compiled, *operands)
+
+@jax.jit
+def _projected(results: list[jax.Array]) -> list[jax.Array]:
+    """The sums of results along their last dimension with random weights, so that little is kept for comparisons."""
+    weights = (jax.random.normal(jax.random.key(1), each.shape[-1:]) for each in results)
+    return [each.astype(jnp.float32) @ weight for each, weight in zip(results, weights, strict=True)]

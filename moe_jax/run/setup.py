@@ -32,6 +32,7 @@ from moe_jax.parallel.mesh import batch_shards, make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.plan.clusters import Cluster
 from moe_jax.run.capacity_schedule import CapacityChange, capacity_changes
+from moe_jax.run.choose_exchange import with_fastest_exchange
 from moe_jax.run.choose_grouped_matmul import with_fastest_product
 from moe_jax.run.export_tokenizer import save_tokenizer
 from moe_jax.run.identity import Identity, identity_of
@@ -109,7 +110,7 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
     check_expert_split(config, mesh.shape)
     check_batch_split(config, batch_shards(mesh))
     check_wandb(config.log.wandb_project)
-    config = with_fastest_product(config, mesh)
+    config = with_fastest_product(with_fastest_exchange(config, mesh), mesh)
     if choices := choices_of(config, mesh):
         config = choices.config
     tokens = open_tokens(config.data, config.model.vocab_size)

@@ -2,12 +2,15 @@
 
 The effects were read off scheduled programs with jax 0.10.2 (`python -m moe_jax.report --compile`), of each generation
 of TPUs in `profiling/results/same_program_*.json`. XLA reports an error for a flag that it does not know, so each set
-holds only flags that its platform accepts.
+holds only flags that its platform accepts, and a flag that older versions lack names the first jaxlib that has it.
 """
 
+import re
+from importlib.metadata import version
 from typing import NamedTuple
 
 Value = str | bool | int
+Version = tuple[int, ...]
 
 
 class Flag(NamedTuple):
@@ -16,6 +19,7 @@ class Flag(NamedTuple):
     name: str
     value: Value
     reason: str
+    since: Version = ()  # the first jaxlib that knows it; empty: every version that the project supports
 
 
 _TPU = (
@@ -69,16 +73,37 @@ _GPU = (
         True,  # a bool: XLA:GPU takes no "true"
         "without it half of the ragged all-to-alls have nothing between start and done",
     ),
+    # The default kernel writes into the other GPUs' memory. It is used inside a process alone, and was measured at 2 %
+    # of NVLink's rate: https://github.com/openxla/xla/issues/33386. Newer versions also use it between processes, where
+    # it crashes beyond 32 ranks: https://github.com/openxla/xla/issues/47283.
+    Flag(
+        "xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel",
+        False,
+        "a ragged all-to-all inside one process uses a slow kernel instead of NCCL otherwise",
+    ),
+    Flag(
+        "xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback",
+        True,
+        "a ragged all-to-all without that kernel is an error otherwise",
+        since=(0, 11, 1),
+    ),
 )
 FLAGS: dict[str, tuple[Flag, ...]] = {"tpu": _TPU, "gpu": _GPU, "cpu": ()}
 
 
-def compiler_options(platform: str, device_kind: str) -> dict[str, Value]:
-    """The options of a platform (tpu, gpu or cpu), for a kind of device as jax names it.
+def compiler_options(platform: str, device_kind: str, jaxlib: Version | None = None) -> dict[str, Value]:
+    """The options of a platform (tpu, gpu or cpu) for a kind of device, as jax names it, that a version of jaxlib knows.
 
-    For `jax.jit(…, compiler_options=…)` or `lowered.compile(compiler_options=…)`.
+    `jaxlib`: None is the installed one. For `jax.jit(…, compiler_options=…)` or `lowered.compile(compiler_options=…)`.
     """
+    own = _installed() if jaxlib is None else jaxlib
     flags = FLAGS[platform]
     if platform == "tpu":
         flags += _FUSED if device_kind in _NO_SPARSE_CORE else _SPARSE_CORE
-    return {flag.name: flag.value for flag in flags}
+    return {flag.name: flag.value for flag in flags if flag.since <= own}
+
+
+def _installed() -> Version:
+    """The version of the installed jaxlib. A development version counts as the one that it precedes."""
+    numbers = re.match(r"[\d.]*\d", version("jaxlib"))
+    return tuple(map(int, numbers[0].split("."))) if numbers else ()

@@ -56,7 +56,8 @@ CONFIG = [
     (
         "an unknown product",
         "train.grouped_product=palas",
-        "train.grouped_product=palas must be auto or blocks or ragged or pallas: did you mean pallas?",
+        "train.grouped_product=palas must be auto or blocks or ragged or pallas or hopper or blackwell or megablox or "
+        "tokamax: did you mean pallas?",
     ),
     (
         "a product of other devices",

@@ -1,6 +1,7 @@
 """Calls that do the same, timed in turn: with a clock of the test's own."""
 
 import itertools
+import math
 
 import jax
 import pytest
@@ -54,6 +55,19 @@ def test_what_does_not_work_is_left_out_with_the_reason(monkeypatch: pytest.Monk
     found = time_interleaved(made, rounds=2)
     assert found.seconds == {"good": 1.0}
     assert found.failed == dict.fromkeys(["not compiled", "not run"], "NotImplementedError: no such kernel")
+
+
+def test_processes_time_the_same_calls_equally_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slowest process counts, and what fails on another one is left out here as well."""
+    clock, others = Clock(monkeypatch), iter([0.0, 0.01, math.inf, 0.0, math.inf, 0.02])
+    made = {"good": clock.call("good", 0.001), "not made": refused, "not run": clock.call("not run", 0.001)}
+    found = time_interleaved(made, rounds=2, round_s=0.02, agree=lambda own: max(own, next(others)))
+    assert found.seconds == {"good": 0.02}
+    assert found.failed == {
+        "not made": "NotImplementedError: no such kernel",
+        "not run": "it failed on another process",
+    }
+    assert clock.log.count("good") == 2 + 2 * 2, "as often as the slowest process can in a round"
 
 
 def test_a_call_is_timed_until_its_result_is_there() -> None:

@@ -3,6 +3,9 @@
 import dataclasses
 import functools
 import itertools
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import chex
 import jax
@@ -11,29 +14,42 @@ import numpy as np
 import pytest
 
 from moe_jax.config import Config, ModelConfig, MoEConfig, TrainConfig
+from moe_jax.config.grouped_products import KERNELS
 from moe_jax.errors import ConfigError
-from moe_jax.models import grouped_kernel
-from moe_jax.models.grouped_matmul import group_of_tiles
-from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct, product_name
-from moe_jax.plan.activation_memory import TILES
+from moe_jax.models import grouped_kernel, grouped_megablox, grouped_tokamax
+from moe_jax.models.grouped_matmul import blocks_dgrad, blocks_wgrad, group_of_tiles
+from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct, available, product_name, product_of
+from moe_jax.plan.activation_memory import TILES, _tile_range
 
 # Widths of several blocks of the kernel, as 48 and 32 are cut by 16 and 32.
 ROWS, GROUPS, D, F, TILE = 192, 4, 48, 32, 16
 
 
+# kernels that run interpreted where their devices are missing
+INTERPRETED = {
+    "pallas": (grouped_kernel.pallas, grouped_kernel.pallas_dgrad, grouped_kernel.pallas_wgrad),
+    "megablox": (grouped_megablox.megablox, grouped_megablox.megablox_dgrad, grouped_megablox.megablox_wgrad),
+}
+HARDWARE = ("hopper", "blackwell", "tokamax")  # kernels that do not: see their lowering below
+
+
 def interpreted(name: str, product: GroupedProduct) -> GroupedProduct:
-    """The same where there is no GPU."""
-    kernel = functools.partial(grouped_kernel.pallas, interpret=True)
-    return product._replace(multiply=lambda *given: kernel(*given)) if name == "pallas" else product
+    """The same where its device is missing."""
+    if name not in INTERPRETED:
+        return product
+    forward, dgrad, wgrad = (functools.partial(own, interpret=True) for own in INTERPRETED[name])
+    return product._replace(forward=forward, dgrad=dgrad, wgrad=wgrad)
 
 
 PRODUCTS = {
     f"{platform}-{name}": interpreted(name, product)
     for platform, products in GROUPED_PRODUCTS.items()
     for name, product in products.items()
+    if name not in HARDWARE
 }
-DIFFERENT = {product.multiply: name for name, product in PRODUCTS.items()}  # from each other, whatever their tiles
-each_product = pytest.mark.parametrize("multiply", DIFFERENT, ids=DIFFERENT.values())
+# different from each other, whatever their tiles
+DIFFERENT = {name.partition("-")[2]: product.multiply for name, product in PRODUCTS.items()}
+each_product = pytest.mark.parametrize("multiply", DIFFERENT.values(), ids=DIFFERENT)
 
 
 def loop(x_SD, w_LDF, sizes):
@@ -85,7 +101,7 @@ def test_the_kernel_cuts_tiles_and_widths_into_blocks(tile, sizes):
     """Tiles of several blocks of rows, and widths of several blocks of columns and of what is summed over."""
     x_SD, w_LDF, size_L = jnp.ones((512, 192)), jnp.ones((4, 192, 256)), jnp.array(sizes, jnp.int32)
     w_LDF *= jnp.arange(1, 5)[:, None, None]
-    kernel = functools.partial(grouped_kernel.pallas, interpret=True)
+    kernel = DIFFERENT["pallas"]
     y_SF, pull = jax.vjp(lambda x, w: kernel(x, w, size_L, tile), x_SD, w_LDF)
     factor_S = np.repeat([1, 2, 3, 4, 0], [*sizes, 512 - sum(sizes)])
     np.testing.assert_array_equal(y_SF, np.outer(192 * factor_S, np.ones(256)))
@@ -103,7 +119,8 @@ def test_the_kernel_refuses_widths_that_it_cannot_cut(width, hidden):
 
 def test_tiles_fit_the_rows_of_a_group():
     """Padding never exceeds the rows, but where a platform has no smaller tile."""
-    product = GroupedProduct(lambda *_: jnp.zeros(()), min_tile=8, max_tile=64)
+    product = GROUPED_PRODUCTS["cpu"]["blocks"]
+    assert (product.min_tile, product.max_tile) == (8, 64)
     assert [product.tile(rows, groups=4) for rows in (0, 31, 64, 250, 10**6)] == [8, 8, 16, 32, 64]
 
 
@@ -122,10 +139,10 @@ def test_each_tile_knows_its_group():
     assert group_of.tolist() == [0, 2, 2, 3, 3]
 
 
-def config_with(name: str, hidden: int = 64) -> Config:
+def config_with(name: str, hidden: int = 128) -> Config:
     moe = MoEConfig(num_experts=4, top_k=2, intermediate_size=hidden, capacity_factor=None)
     return Config(
-        model=ModelConfig(hidden_size=64, num_attention_heads=4, moe=moe), train=TrainConfig(grouped_product=name)
+        model=ModelConfig(hidden_size=128, num_attention_heads=4, moe=moe), train=TrainConfig(grouped_product=name)
     )
 
 
@@ -133,14 +150,109 @@ def test_auto_is_the_first_of_a_platform_and_a_name_is_itself():
     found = {platform: product_name(config_with("auto"), platform, tensor_ranks=1) for platform in GROUPED_PRODUCTS}
     assert found == {"cpu": "blocks", "gpu": "blocks", "tpu": "ragged"}
     for platform, products in GROUPED_PRODUCTS.items():
-        assert [product_name(config_with(name), platform, 1) for name in products] == list(products)
+        whole = [name for name in products if name != "blackwell"]  # it has a forward pass only
+        assert [product_name(config_with(name), platform, 1) for name in whole] == whole
+    assert product_name(config_with("ragged+pallas+blocks"), "gpu", 1) == "ragged+pallas+blocks"
+
+
+def test_passes_of_several_kernels_have_a_tile_that_all_take():
+    """Values and gradients come from the kernel that each pass names, and plans know the tile."""
+    products = {
+        "a": GROUPED_PRODUCTS["cpu"]["blocks"]._replace(min_tile=8, max_tile=32, width_multiple=4),
+        "b": GROUPED_PRODUCTS["cpu"]["blocks"]._replace(min_tile=16, max_tile=64),
+    }
+    names = {"blocks": products["a"], "ragged": products["b"], "pallas": products["b"]._replace(dgrad=None)}
+    mixed = product_of("blocks+ragged+pallas", names)
+    assert mixed is not None
+    assert (mixed.min_tile, mixed.max_tile, mixed.width_multiple) == (16, 32, 4)
+    assert (mixed.forward, mixed.dgrad, mixed.wgrad) == (names["blocks"].forward, blocks_dgrad, blocks_wgrad)
+    assert product_of("blocks+pallas+blocks", names) is None, "a pass without a kernel"
+    assert product_of("hopper", names) is None
+    for platform, name in (("gpu", "blocks+hopper+blackwell"), ("tpu", "megablox+ragged+blocks")):
+        parts = [GROUPED_PRODUCTS[platform][each] for each in name.split("+")]
+        most = min(each.max_tile for each in parts)
+        assert _tile_range(name, platform) == (max(each.min_tile for each in parts), most)
+    assert _tile_range("megablox", "cpu") == _tile_range("auto", "cpu") == (8, 64)
+
+
+def test_products_of_other_gpus_and_types_are_left_out():
+    on_gpu = GROUPED_PRODUCTS["gpu"]
+    assert {"hopper", "blackwell"} - available(on_gpu, (9, 0), "bfloat16").keys() == {"blackwell"}
+    assert {"hopper", "blackwell"} - available(on_gpu, (10, 3), "bfloat16").keys() == {"hopper"}
+    assert list(available(on_gpu, None, "float32")) == ["blocks", "ragged", "pallas"]
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "dtype", "message"),
+    [
+        ("hopper", (10, 0), "bfloat16", "hopper is for compute capability 9, and these devices have 10.0: use "),
+        ("hopper", (9, 0), "float32", "hopper multiplies bfloat16, and train.compute_dtype=float32: use "),
+        ("blackwell", (10, 0), "bfloat16", "has no kernel for its gradients: name one for each pass, as in blackwell+"),
+        ("hopper", None, "bfloat16", "hopper cuts widths into multiples of 128, and model.moe.inter.*=96 is none: "),
+    ],
+)
+def test_a_kernel_that_does_not_fit_is_refused(name, capability, dtype, message):
+    config = config_with(name, hidden=96)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, compute_dtype=dtype))
+    with pytest.raises(ConfigError, match=message):
+        product_name(config, "gpu", 1, capability)
+
+
+S, WIDE, WIDER = 384, 256, 512
+
+
+def lowered(own: Any, *shapes: tuple[int, ...]) -> str:
+    """The program of a pass for NVIDIA's GPUs, up to what their compiler gets."""
+    operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    traced = jax.jit(lambda *arrays: own(*arrays, 64)).trace(*operands, jax.ShapeDtypeStruct((4,), jnp.int32))
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("name", ["hopper", "blackwell"])
+def test_kernels_of_jax_are_lowered_for_gpus(name, monkeypatch):
+    """Their arguments fit: they run on no CPU, so their values are compared on GPUs (profiling/gpu_kernels.py)."""
+    product, (x, w, dy) = GROUPED_PRODUCTS["gpu"][name], ((S, WIDE), (4, WIDE, WIDER), (S, WIDER))
+    devices = [SimpleNamespace(core_count=132, platform="gpu")]  # a kernel asks the device for it
+    passes = ((product.forward, x, w), (product.dgrad, dy, w), (product.wgrad, x, dy))
+    for own, *shapes in passes:
+        if own is not None:
+            with monkeypatch.context() as patched:
+                for name_of_devices in ("devices", "local_devices"):
+                    patched.setattr(jax, name_of_devices, lambda *_: devices)
+                assert "mosaic_gpu" in lowered(own, *shapes)
+
+
+def test_tokamax_is_called_as_jax_defines_ragged_products(monkeypatch):
+    """With XLA's product in its place: values and gradients are those of a loop."""
+    package = ModuleType("tokamax")
+
+    def ragged_dot_general(left, right, sizes, dims, implementation, preferred_element_type):
+        return jax.lax.ragged_dot_general(left, right, sizes, dims, preferred_element_type=preferred_element_type)
+
+    monkeypatch.setattr(package, "ragged_dot_general", ragged_dot_general, raising=False)
+    monkeypatch.setitem(sys.modules, "tokamax", package)
+    sizes, keys = (32, 0, 128, 16), jax.random.split(jax.random.key(0), 3)
+    x, w, dy = (
+        jax.random.normal(key, each) for key, each in zip(keys, [(ROWS, D), (GROUPS, D, F), (ROWS, F)], strict=True)
+    )
+    size_L, dy = jnp.array(sizes, jnp.int32), jnp.where(jnp.arange(ROWS)[:, None] < sum(sizes), dy, 0)
+    found, pull = jax.vjp(lambda x, w: GROUPED_PRODUCTS["gpu"]["tokamax"].multiply(x, w, size_L, TILE), x, w)
+    expected, pull_expected = jax.vjp(lambda x, w: loop(x, w, sizes), x, w)
+    chex.assert_trees_all_close((found, *pull(dy)), (expected, *pull_expected(dy)), rtol=1e-5, atol=2e-5)
+
+
+def test_without_tokamax_its_products_say_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokamax", None)
+    operands = jnp.ones((64, 16)), jnp.ones((2, 16, 16)), jnp.array([32, 32], jnp.int32)
+    with pytest.raises(ImportError, match=r"tokamax is not installed .*: pip install -e '.\[kernels\]'"):
+        grouped_tokamax.tokamax(*operands, 32)
 
 
 @pytest.mark.parametrize(
     ("platform", "name"),
     [
         (platform, name)
-        for platform, name in itertools.product(GROUPED_PRODUCTS, ("blocks", "ragged", "pallas"))
+        for platform, name in itertools.product(GROUPED_PRODUCTS, KERNELS)
         if name not in GROUPED_PRODUCTS[platform]
     ],
 )

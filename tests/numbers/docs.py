@@ -177,6 +177,17 @@ table(
         if name != "provenance"
     },
 )
+table(
+    "memory.md",
+    "kernels, ms",
+    {
+        f"{name}, {how}": f"{sum(step['kernels']['ms'].values()):.1f} {step['kernels']['useful']:.2f} "
+        f"{step['allocated_bytes'] / 1e9:.1f}"
+        for name, found in result("gpu_hlo_h200_1x1x1").items()
+        if name != "provenance"
+        for how, step in (("a loop", found), ("unrolled", found["unrolled"]))
+    },
+)
 
 # docs/migration.md: its other tables are in tests/test_balance_results.py
 _copies = result("replicas")

@@ -176,6 +176,28 @@ def test_all_reduces_of_tpus_overlap_on_the_sparse_core_or_without_one_in_fusion
         assert (sparse in options, fused in options) == (has_sparse_core, not has_sparse_core)
 
 
+def test_the_installed_xla_knows_every_flag_for_gpus() -> None:
+    """Otherwise no scheduled step would compile there. Flags of GPUs are known to XLA on every platform."""
+    step = jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((), "float32"))
+    step.compile(compiler_options=compiler_options("gpu", "NVIDIA H200"))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        step.compile(compiler_options={"xla_gpu_no_flag": True})
+
+
+def test_versions_have_the_flags_that_they_know() -> None:
+    """Ragged exchanges of GPUs go through NCCL with each: newer versions want that to be allowed as well."""
+    switch, permission = (
+        "xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel",
+        "xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback",
+    )
+    older, newer = (
+        compiler_options("gpu", "NVIDIA H200", (0, 11, 0)),
+        compiler_options("gpu", "NVIDIA H200", (0, 12, 0, 1)),
+    )
+    assert (older[switch], permission in older) == (False, False)
+    assert (newer[switch], newer[permission]) == (False, True)
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 

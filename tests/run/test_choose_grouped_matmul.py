@@ -10,17 +10,31 @@ import pytest
 
 from moe_jax.config import Config
 from moe_jax.measure.interleaved_timing import InterleavedTimes
-from moe_jax.models.grouped_kernel import pallas
-from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct
+from moe_jax.models.grouped_matmul import blocks
+from moe_jax.models.grouped_products import GROUPED_PRODUCTS
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.run import choose_grouped_matmul as grouped_product
-from moe_jax.run.choose_grouped_matmul import MatmulShape, Products, shape_of, time_products, with_fastest_product
+from moe_jax.run.choose_grouped_matmul import (
+    MatmulShape,
+    Products,
+    fastest_of,
+    shape_of,
+    time_products,
+    with_fastest_product,
+)
 from moe_jax.step.trainer import make_trainer
 from tests.small import small_config
 
-ON_GPU = GROUPED_PRODUCTS["gpu"]
-SECONDS = {"blocks": 0.003, "ragged": 0.002, "pallas": 0.001}
+ON_GPU = {name: GROUPED_PRODUCTS["gpu"][name] for name in ("blocks", "ragged", "pallas")}
+PASSES = ("forward", "dgrad", "wgrad")
+
+
+def of_each_pass(**seconds: float) -> dict[str, float]:
+    return {f"{each} {name}": time_s for each in PASSES for name, time_s in seconds.items()}
+
+
+SECONDS = of_each_pass(blocks=0.003, ragged=0.002, pallas=0.001)
 
 
 class Timing:
@@ -61,17 +75,28 @@ def chosen(config: Config, timing: Timing) -> str:
 
 
 @pytest.mark.usefixtures("timed")
-@pytest.mark.parametrize("fastest", SECONDS)
+@pytest.mark.parametrize("fastest", ON_GPU)
 def test_the_fastest_is_taken_and_told(fastest: str, capsys: pytest.CaptureFixture[str]) -> None:
-    timing = Timing(SECONDS | {fastest: 0.0001})
+    timing = Timing(SECONDS | of_each_pass(**{fastest: 0.0001}))
     config = config_of()
     assert chosen(config, timing) == fastest
     mesh = make_mesh(config.mesh)
-    assert timing.asked == [(shape_of(config, mesh, "cpu"), list(SECONDS))]
-    told = capsys.readouterr().out
-    assert told.startswith(f"train.grouped_product={fastest}, forward and backward: {fastest} 100 µs, ")
+    assert timing.asked == [(shape_of(config, mesh, "cpu"), list(ON_GPU))]
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == f"train.grouped_product={fastest}"
+    assert [line.split()[:3] for line in told[1:]] == [[each, fastest, "100"] for each in PASSES]
     compute = ComputeConfig.of(with_fastest_product(config, mesh, timing), mesh)
     assert compute.product._replace(filled=1.0) == ON_GPU[fastest], "which is what the step computes with"
+
+
+def test_passes_of_different_kernels_are_put_together_if_their_tiles_agree() -> None:
+    shape = MatmulShape(rows=4096, filled=2048, groups=2, width=64, hidden=64, dtype="bfloat16")
+    quick = {"forward ragged": 1e-4, "wgrad pallas": 1e-4, "dgrad blocks": 1e-4}
+    assert [ON_GPU[name].tile(shape.rows, shape.groups) for name in ON_GPU] == [512, 128, 128]
+    assert fastest_of(SECONDS | quick, shape, ON_GPU) == "ragged+pallas+pallas", "blocks has tiles of its own"
+    small = shape._replace(rows=256)
+    assert fastest_of(SECONDS | quick, small, ON_GPU) == "ragged+blocks+pallas"
+    assert fastest_of({"forward pallas": 1.0, "dgrad pallas": 1.0}, small, ON_GPU) is None, "no pass for the weights"
 
 
 @pytest.mark.usefixtures("timed")
@@ -80,11 +105,11 @@ def test_times_are_taken_once_for_each_shape(cache: Path) -> None:
     for batch_size in (8, 16, 8, 16):
         assert chosen(config_of(batch_size=batch_size), timing) == "pallas"
     assert len(timing.asked) == 2
-    assert chosen(config_of(), Timing({"blocks": 1e-6})) == "pallas", "as it was timed before"
+    assert chosen(config_of(), Timing(of_each_pass(blocks=1e-6))) == "pallas", "as it was timed before"
     entries = json.loads(cache.read_text())
     assert entries[0]["of"]["device"] == jax.devices()[0].device_kind
     cache.write_text(json.dumps([{**each, "of": each["of"] | {"device": "another"}} for each in entries]))
-    assert chosen(config_of(), Timing({"blocks": 1e-6})) == "blocks", "others' times tell nothing"
+    assert chosen(config_of(), Timing(of_each_pass(blocks=1e-6))) == "blocks", "others' times tell nothing"
 
 
 @pytest.mark.usefixtures("timed")
@@ -98,19 +123,19 @@ def test_a_damaged_cache_is_timed_again_and_replaced(cache: Path, capsys: pytest
 
 @pytest.mark.usefixtures("timed")
 def test_what_does_not_work_is_left_out_and_told_in_the_same_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert chosen(config_of(), Timing({"blocks": 0.003}, {"pallas": "ValueError: no"})) == "blocks"
-    assert capsys.readouterr().out == (
-        "train.grouped_product=blocks, forward and backward: blocks 3.00 ms; left out: pallas (ValueError: no)\n"
-    )
+    assert chosen(config_of(), Timing(of_each_pass(blocks=0.003), {"dgrad pallas": "ValueError: no"})) == "blocks"
+    assert capsys.readouterr().out.splitlines() == [
+        "train.grouped_product=blocks",
+        "  forward  blocks 3.00 ms",
+        "  dgrad    blocks 3.00 ms; left out: pallas (ValueError: no)",
+        "  wgrad    blocks 3.00 ms",
+    ]
 
 
 @pytest.mark.usefixtures("timed")
 def test_where_nothing_works_the_platforms_own_is_taken(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert chosen(config_of(), Timing({}, dict.fromkeys(SECONDS, "no"))) == "blocks"
-    assert (
-        "none could be timed; left out: blocks (no); left out: ragged (no); left out: pallas (no)"
-        in capsys.readouterr().out
-    )
+    assert chosen(config_of(), Timing({}, {"forward blocks": "no", "forward ragged": "no"})) == "blocks"
+    assert "  forward  none could be timed; left out: blocks (no); left out: ragged (no)" in capsys.readouterr().out
     assert not cache.exists()
 
 
@@ -157,9 +182,9 @@ def test_the_shape_is_that_of_what_experts_multiply(monkeypatch: pytest.MonkeyPa
 
     def watching(x_SD: jax.Array, w_LDF: jax.Array, size_L: jax.Array, tile: int) -> jax.Array:
         seen.append((x_SD.shape, w_LDF.shape, x_SD.dtype, tile))
-        return GROUPED_PRODUCTS["gpu"]["blocks"].multiply(x_SD, w_LDF, size_L, tile)
+        return blocks(x_SD, w_LDF, size_L, tile)
 
-    product = GroupedProduct(watching, min_tile=8, max_tile=64)
+    product = GROUPED_PRODUCTS["cpu"]["blocks"]._replace(forward=watching)
     monkeypatch.setitem(GROUPED_PRODUCTS, "cpu", {"blocks": product})
     trainer = make_trainer(config, mesh)
     batch = jax.ShapeDtypeStruct((32, config.data.seq_len + 1), jnp.int32)
@@ -173,19 +198,21 @@ def test_the_shape_is_that_of_what_experts_multiply(monkeypatch: pytest.MonkeyPa
     assert shape.filled == 2 * 12 * 2 * 4 // 8, "2 sequences of 12 tokens, of 2 choices, from 4 ranks, of 8 experts"
 
 
-def test_products_are_timed_for_real() -> None:
-    """Here the kernel is interpreted, and one of its kind does not fit the widths."""
+def test_products_are_timed_for_real_and_a_wrong_one_is_left_out() -> None:
+    """One has larger tiles, one no device here, one does not fit the widths, and one loses a factor."""
     shape = MatmulShape(rows=96, filled=24, groups=2, width=32, hidden=16, dtype="float32")
+    own = GROUPED_PRODUCTS["cpu"]["blocks"]
     products = {
-        "blocks": GROUPED_PRODUCTS["cpu"]["blocks"],
-        "pallas": ON_GPU["pallas"]._replace(multiply=interpreted),
-        "none here": ON_GPU["pallas"],
+        "blocks": own,
+        "larger": own._replace(min_tile=64),
+        "none here": ON_GPU["pallas"]._replace(dgrad=None, wgrad=None),
+        "narrow": own._replace(width_multiple=64, dgrad=None, wgrad=None),
+        "wrong": own._replace(forward=lambda *given: 1.1 * blocks(*given), dgrad=None, wgrad=None),
     }
     found = time_products(shape, products)
-    assert found.seconds.keys() == {"blocks", "pallas"}
+    assert found.seconds.keys() == of_each_pass(blocks=1, larger=1).keys()
     assert all(seconds > 0 for seconds in found.seconds.values())
-    assert "interpret mode" in found.failed["none here"]
-
-
-def interpreted(x_SD: jax.Array, w_LDF: jax.Array, size_L: jax.Array, tile: int) -> jax.Array:
-    return pallas(x_SD, w_LDF, size_L, tile, True)
+    assert "interpret mode" in found.failed["forward none here"]
+    assert found.failed["forward narrow"] == "ValueError: widths are no multiples of 64"
+    assert found.failed["forward wrong"] == "ValueError: its results differ from those of blocks by 1.0e-01"
+    assert len(found.failed) == 3

@@ -1,5 +1,8 @@
 """Rules for data, training, the log and tuning."""
 
+import difflib
+
+from moe_jax.config.grouped_products import AUTO, KERNELS, passes_of
 from moe_jax.config.sections import Sections
 from moe_jax.config.validate.ranges import setting
 from moe_jax.errors import ConfigError
@@ -38,12 +41,21 @@ def check_training(config: Sections) -> None:
         raise ConfigError(
             "train.upcycle=true makes experts, and model.moe.num_experts=0: set it, or train.upcycle=false"
         )
+    _check_grouped_product(config.train.grouped_product)
     _check_trace(config)
     if config.train.skip_spikes and config.train.spike_factor is None:
         raise ConfigError(
             "train.skip_spikes=true skips what train.spike_factor=null does not name: give a factor, e.g. "
             "train.spike_factor=3, or use train.skip_spikes=false"
         )
+
+
+def _check_grouped_product(name: str) -> None:
+    if name == AUTO or passes_of(name):
+        return
+    near = difflib.get_close_matches(name, (AUTO, *KERNELS), n=1) if "+" not in name else []
+    cure = f": did you mean {near[0]}?" if near else f", or three of them joined by +, as in {'+'.join(KERNELS[:3])}"
+    raise ConfigError(f"train.grouped_product={name} must be {AUTO} or {' or '.join(KERNELS)}{cure}")
 
 
 def _check_trace(config: Sections) -> None:

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from moe_jax.run.matmul_timing_cache import cache_file, read_times, write_times
+from moe_jax.run.timing_cache import TimingCache
+
+CACHE = TimingCache("grouped_products.json", "grouped products")
 
 HERE, THERE = {"rows": 64, "device": "this"}, {"rows": 64, "device": "that"}
 NAMES = ("blocks", "pallas")
@@ -17,21 +19,21 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_times_are_found_again_for_the_same_alone(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cache_file() == file
-    assert read_times(HERE, NAMES) is None
+    assert CACHE.path() == file
+    assert CACHE.read(HERE, NAMES) is None
     for of, seconds in ((HERE, 1.0), (THERE, 2.0), (HERE, 3.0)):
-        write_times(of, {"blocks": seconds})
-    assert read_times(HERE, NAMES) == {"blocks": 3.0}
-    assert read_times(THERE, NAMES) == {"blocks": 2.0}
-    assert read_times(HERE | {"rows": 65}, NAMES) is None
+        CACHE.write(of, {"blocks": seconds})
+    assert CACHE.read(HERE, NAMES) == {"blocks": 3.0}
+    assert CACHE.read(THERE, NAMES) == {"blocks": 2.0}
+    assert CACHE.read(HERE | {"rows": 65}, NAMES) is None
     assert capsys.readouterr().err == ""
 
 
 def test_a_product_that_is_none_any_more_is_not_found() -> None:
-    write_times(HERE, {"blocks": 1.0, "gone": 0.5})
-    assert read_times(HERE, NAMES) == {"blocks": 1.0}
-    write_times(HERE, {"gone": 0.5})
-    assert read_times(HERE, NAMES) is None
+    CACHE.write(HERE, {"blocks": 1.0, "gone": 0.5})
+    assert CACHE.read(HERE, NAMES) == {"blocks": 1.0}
+    CACHE.write(HERE, {"gone": 0.5})
+    assert CACHE.read(HERE, NAMES) is None
 
 
 @pytest.mark.parametrize(
@@ -49,18 +51,18 @@ def test_a_product_that_is_none_any_more_is_not_found() -> None:
 def test_a_damaged_file_is_told_and_replaced(damaged: bytes, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.parent.mkdir()
     file.write_bytes(damaged)
-    assert read_times(HERE, NAMES) is None
+    assert CACHE.read(HERE, NAMES) is None
     assert "warning: what grouped products took before cannot be read (" in capsys.readouterr().err
-    write_times(HERE, {"blocks": 1.0})
-    assert read_times(HERE, NAMES) == {"blocks": 1.0}
+    CACHE.write(HERE, {"blocks": 1.0})
+    assert CACHE.read(HERE, NAMES) == {"blocks": 1.0}
     assert capsys.readouterr().err == ""
 
 
 def test_a_place_that_holds_no_files_is_told(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.parent.write_text("no folder")
-    write_times(HERE, {"blocks": 1.0})
+    CACHE.write(HERE, {"blocks": 1.0})
     assert "warning: what grouped products took cannot be kept (" in capsys.readouterr().err
-    assert read_times(HERE, NAMES) is None
+    assert CACHE.read(HERE, NAMES) is None
 
 
 def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,6 +71,6 @@ def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, capsys:
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", homeless)
-    assert read_times(HERE, NAMES) is None
-    write_times(HERE, {"blocks": 1.0})
+    assert CACHE.read(HERE, NAMES) is None
+    CACHE.write(HERE, {"blocks": 1.0})
     assert capsys.readouterr().err.count("no home") == 2
