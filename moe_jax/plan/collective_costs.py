@@ -13,7 +13,7 @@ from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.clusters.hardware import Level
 from moe_jax.plan.exchange import ALGORITHMS, Links, exchange_seconds, ring_seconds
 from moe_jax.plan.measured_links import MeasuredLinks, Members
-from moe_jax.plan.nodes import shares
+from moe_jax.plan.nodes import ring_shares, shares
 from moe_jax.plan.task_times import Linear
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "permute"]
@@ -155,6 +155,8 @@ class CollectiveCosts:
             return self._cluster.level(group.span).line.seconds(num_bytes)
         inside, between = self._levels(group)
         share = shares(group.ranks, per_node, relayed=True)
+        if self._cluster.device.platform == "gpu":
+            share = ring_shares(per_node)
         slowest = max(share.inside * inside.line.beta_s, share.between * between.line.beta_s)
         return Linear(between.ring.alpha_s, slowest, between.ring.ramp_s).seconds(num_bytes)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from moe_jax.plan.clusters.hardware import Device, Level, LinkCurve, MatrixUnits, Preset, RateShares, Tile
 
-_ICI_ALPHA_S, _DCN_ALPHA_S = 5e-6, 50e-6
+_ICI_ALPHA_S, _ICI_RAMP_S, _DCN_ALPHA_S = 9e-6, 0.5e-6, 50e-6
 _DCN_MESSAGE_S = 5e-6
 _DCN_EFFICIENCY = 0.8
 _MATRIX_EFFICIENCY = 0.85
@@ -77,7 +77,7 @@ def _preset(name: str, chip: _Chip) -> Preset:
             name="ICI",
             devices=slice_devices,
             bytes_per_s=chip.ici_gb_per_s * 1e9 * _share_of_links(chip, slice_devices),
-            ring=LinkCurve(_ICI_ALPHA_S, chip.ici_efficiency),
+            ring=LinkCurve(_ICI_ALPHA_S, chip.ici_efficiency, _ICI_RAMP_S),
             dimensions=chip.dimensions,
             wraps=wraps,
         )
