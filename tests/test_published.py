@@ -12,6 +12,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "profiling"))  # its programs
 import published_links
 import published_runs
 
+from moe_jax.config import Config
+from moe_jax.config.yaml_io import load_config
+from moe_jax.plan.clusters import find_cluster
+from moe_jax.plan.estimate import estimate
+from moe_jax.plan.memory import step_memory
+
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/published.md").read_text()
 RUNS, LINKS = (
@@ -58,3 +64,29 @@ def test_a_token_is_sent_once_to_each_place_by_hand() -> None:
     """Two rows to two places: one place gets both in half of all cases, so 1.5 places get rows on average."""
     assert published_runs.rows_per_place(2, 2) == pytest.approx(2 / 1.5)
     assert published_runs.rows_per_place(8, 1) == 8
+
+
+def test_what_the_page_on_plans_says_of_scale_and_memory_is_predicted() -> None:
+    page = (ROOT / "docs/plan.md").read_text()
+    mfus = []
+    for data in (1, 16):
+        mesh = [f"mesh.data={data}", "mesh.expert=8", "mesh.pipeline=8", "train.grad_accumulation=32"]
+        config = load("deepseek_v2", [*mesh, f"train.batch_size={256 * data}"])
+        mfus.append(estimate(config, find_cluster(f"mi250x-{64 * data}")).mfu)
+    assert f"{100 * mfus[0]:.1f} % MFU on 64 dies of Frontier (`mi250x`)\nand {100 * mfus[1]:.1f} % on 1,024" in page
+    mesh = [
+        "mesh.data=2",
+        "mesh.expert=64",
+        "mesh.pipeline=16",
+        "train.batch_size=15360",
+        "train.grad_accumulation=120",
+    ]
+    totals = [
+        step_memory(load("deepseek_v3", [*mesh, "optimizer.zero=1", f"schedule.remat={remat}"]), "gpu").total / 1e9
+        for remat in ("chunk", "full")
+    ]
+    assert f"takes {totals[0]:.0f} of\n85 GB instead of {totals[1]:.0f}, with balanced experts" in page
+
+
+def load(model: str, settings: list[str]) -> Config:
+    return load_config(str(ROOT / f"configs/models/{model}.yaml"), [*settings, "exchange.rank_capacity_factor=1.0"])
