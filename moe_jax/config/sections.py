@@ -329,7 +329,9 @@ class ScheduleConfig:
     # periods of blocks unrolled in one iteration of the scan over blocks. On GPUs a plain step with all of them
     # unrolled takes less memory, and its kernels move fewer bytes: see docs/memory.md
     unroll: int = number(1, Range(1, BLOCKS))
-    remat: Literal["none", "dots", "full"] = "none"  # what the backward pass recomputes, see docs/architecture.md
+    # what the backward pass recomputes, see docs/architecture.md; chunk, with pipeline stages: a model chunk's whole
+    # forward pass, exchanges included
+    remat: Literal["none", "dots", "full", "chunk"] = "none"
     # with mesh.pipeline above 1: the order in which stages process the parts of train.grad_accumulation, see
     # docs/pipelines.md; coscheduled works without stages, too: it overlaps one part's backward pass with the next
     # one's forward pass

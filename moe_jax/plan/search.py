@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from moe_jax.config import Config
 from moe_jax.config.draft import Draft
@@ -30,7 +29,7 @@ from moe_jax.plan.memory import StepMemory, step_memory
 
 _MEMORY_LEFT = 0.06  # share of a device's memory for the runtime and errors of the estimate
 _PARTS = 4  # how many numbers of parts of the batch are tried with pipeline stages
-_REMATS: tuple[Literal["none", "dots", "full"], ...] = ("none", "dots", "full")
+_REMATS = ("none", "dots", "full", "chunk")  # the last one only with stages
 _ZEROS = (0, 1, 2)
 _FORMS = (("o1", 1), ("o2", 2), ("o2", 4), ("o3", 2), ("o3", 4))
 
@@ -211,7 +210,9 @@ class PlanSearch:
 
     def least(self, base: Config) -> StepMemory:
         """The memory of the config with all ways to save memory."""
-        configs = dict.fromkeys(each for zero in _ZEROS for each in self._least(base, zero, "full"))
+        configs = dict.fromkeys(
+            each for zero in _ZEROS for remat in ("full", "chunk") for each in self._least(base, zero, remat)
+        )
         return min(map(self.memory, configs), key=lambda memory: memory.total)
 
     def _fits_somehow(self, base: Config, zero: int, remat: str) -> bool:

@@ -45,7 +45,11 @@ def test_what_is_given_is_timed() -> None:
         hops = group.ranks - 1
         level = H100.level(group.span)
         # every hop starts a collective
-        assert seconds_of("ring", 1e6, group=group) > hops * level.alpha_s > seconds_of("flat", 1e6, group=group) / 2
+        assert (
+            seconds_of("ring", 1e6, group=group)
+            > hops * level.exchange_line.alpha_s
+            > seconds_of("flat", 1e6, group=group) / 2
+        )
         assert CollectiveCosts(H100).exchange(1e6, group, "ring").algorithm == "ring"
     assert len({seconds_of(name, 1e6) for name in BY_NODE}) == 3
     model, ring = ModelConfig(moe=MoEConfig(num_experts=64)), ExchangeConfig(algorithm="ring")
@@ -58,13 +62,13 @@ def test_what_is_given_is_timed() -> None:
 def test_ranks_of_an_adapter_wait_for_each_others_messages() -> None:
     """Their rates are shares of its rate already; a leader has it for itself, in as far as other groups have none."""
     more_s = seconds_of("flat", 1e6, ETHERNET) - seconds_of("flat", 1e6)
-    assert more_s == pytest.approx(7 * 56e-6)  # start-ups of seven other ranks' messages
-    between = H100.levels[-1]
-    leader_s = 7 * 1e9 * between.line.beta_s / 8  # rows of eight ranks for seven nodes, eight times as fast
+    between = H100.level(64)
+    assert more_s == pytest.approx(7 * 56 * between.message_s)  # of seven other ranks
+    leader_s = 7 * 1e9 * between.exchange_line.beta_s / 8  # rows of eight ranks for seven nodes, eight times as fast
     assert seconds_of("hier_1d", 1e9) - seconds_of("hier_1d", 1e9, ETHERNET) == pytest.approx(7 * leader_s, rel=1e-3)
     # of eight groups with one rank in each node none has more than its share of the adapter
     alone_s, shared_s = (seconds_of("flat", 1e9, cluster, DeviceGroup(8, 8)) for cluster in (H100, ETHERNET))
-    assert shared_s - alone_s == pytest.approx(7 * 7e-6)
+    assert shared_s - alone_s == pytest.approx(7 * 7 * between.message_s)
 
 
 @pytest.mark.parametrize(
@@ -131,3 +135,19 @@ def test_other_groups_take_as_long_for_as_many_bytes_over_the_same_links() -> No
     assert fabric.ring(7.5e6, DeviceGroup(4, 4)) == pytest.approx(3e-2)
     scattered = DeviceGroup(4, 2, rows=2, row_stride=4)  # stages between the rows: two in each node, too
     assert fabric.exchange(1e7, scattered).seconds == pytest.approx(1e-2)
+
+
+def test_hierarchies_win_where_messages_are_many_and_small() -> None:
+    """As Piper found for HALO on 64 dies of Frontier; long messages are best sent directly."""
+    costs = CollectiveCosts(find_cluster("mi250x-64"))
+    assert costs.exchange(1e6, DeviceGroup(64, 1)).algorithm == "halo"
+    assert costs.exchange(1e9, DeviceGroup(64, 1)).algorithm == "flat"
+
+
+def test_every_part_of_a_ring_passes_through_every_node() -> None:
+    """Over two nodes of eight, 15/16 of all bytes cross eight adapters, not the half of another node."""
+    cluster = find_cluster("h100x16")
+    between = cluster.level(16)
+    beta_s = 1 / (8 * between.bytes_per_s * between.ring.efficiency)
+    found = CollectiveCosts(cluster).ring(15e9, DeviceGroup(16, 1))
+    assert found - between.line.alpha_s == pytest.approx(15e9 * beta_s, rel=0.1)

@@ -9,11 +9,12 @@ import jax
 import pytest
 
 from moe_jax.config import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig, ScheduleConfig, TrainConfig
-from moe_jax.config.draft import Draft, sections_of
+from moe_jax.config.draft import Draft, open_draft, sections_of
+from moe_jax.config.layer_layout import Stages
 from moe_jax.config.yaml_io import load_config, load_draft
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.plan.candidates import Refused, on_meshes
-from moe_jax.plan.clusters import find_cluster
+from moe_jax.plan.clusters import LinkCurve, find_cluster
 from moe_jax.plan.collective_costs import DeviceGroup, group_over
 from moe_jax.plan.estimate import estimate
 from moe_jax.plan.measured import MeasuredTimes
@@ -24,6 +25,7 @@ from moe_jax.plan.pipelined import PipelinedStep
 from moe_jax.plan.plan_text import facts, table
 from moe_jax.plan.planner import PlanError, plan
 from moe_jax.plan.resources import parameters_per_device
+from moe_jax.plan.search import PlanSearch
 from moe_jax.plan.step_times import Step
 from moe_jax.schedule.pipelines.build import make_table
 from moe_jax.step.trainer import make_trainer
@@ -31,9 +33,13 @@ from tests.small import small_config
 
 ROOT = Path(__file__).parents[2]
 H100S = find_cluster("h100x8")
-# links that take no time: what is left is what stages compute
+# links that take no time, and no loss in small products: what is left is what stages compute
 NO_LINKS = dataclasses.replace(
-    H100S, levels=tuple(dataclasses.replace(level, bytes_per_s=1e18, alpha_s=0.0) for level in H100S.levels)
+    H100S,
+    device=dataclasses.replace(H100S.device, kernel_s=0.0, units=find_cluster("cpu-8").device.units),
+    levels=tuple(
+        dataclasses.replace(level, bytes_per_s=1e18, ring=LinkCurve(0.0), all_to_all=None) for level in H100S.levels
+    ),
 )
 ALIKE_TICKS = ("gpipe", "coscheduled")
 PIPELINES = [
@@ -60,10 +66,11 @@ def config_of(
 @pytest.mark.parametrize("policy", [{}, {"policy": "expert_pipeline", "microbatches": 2}])
 def test_one_stage_and_one_part_take_what_a_step_without_ticks_takes(policy) -> None:
     config = config_of(stages=1, parts=1, layers=4, vocab=8192, **policy)
-    # with cuDNN's the step is so short that the start-up of its sums is 1 % of it
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, attention_kernel="xla"))
-    step = Step(config, H100S)
-    ticks, whole = PipelinedStep(config, H100S, MeasuredTimes({})).seconds, step.seconds
+    # sums start together or one by one
+    levels = tuple(dataclasses.replace(level, ring=LinkCurve(0.0, level.ring.efficiency)) for level in H100S.levels)
+    cluster = dataclasses.replace(H100S, levels=levels)
+    step = Step(config, cluster)
+    ticks, whole = PipelinedStep(config, cluster, MeasuredTimes({})).seconds, step.seconds
     held = parameters_per_device(config.model, 8, 1) - config.model.hidden_size
     added_s = step.adding_s(held)  # to sums of nothing
     assert ticks["compute"] == pytest.approx(whole["compute"] + added_s)
@@ -91,7 +98,10 @@ def test_plans_take_blocks_off_the_stage_of_a_large_head() -> None:
 def test_sends_go_behind_exchanges_that_want_their_links(shared) -> None:
     """Neighbours in a node share its links; on two nodes only stages' sends leave one."""
     node = 8 if shared else 2
-    levels = [dataclasses.replace(H100S.levels[0], devices=n, bytes_per_s=1e9, alpha_s=0.0) for n in (node, 8)]
+    levels = [
+        dataclasses.replace(H100S.levels[0], devices=n, bytes_per_s=1e9, ring=LinkCurve(0.0), all_to_all=None)
+        for n in (node, 8)
+    ]
     found = PipelinedStep(config_of("gpipe"), dataclasses.replace(H100S, levels=tuple(levels)), MeasuredTimes({}))
     chunk = PassTimes(found.step, split=False, pairs=False).chunk(found.stages.groups[0])
     passes_s = [max(each.seconds, found.send_s + shared * each.exchange) for each in (chunk.forward, chunk.backward)]
@@ -158,6 +168,37 @@ def test_activations_of_one_forward_one_backward_do_not_grow_with_the_parts() ->
     assert activations("1f1b", 8) == activations("1f1b", 64)
     assert activations("gpipe", 64) == pytest.approx(8 * activations("gpipe", 8), rel=0.02)
     assert activations("coscheduled", 64) == pytest.approx(2 * activations("1f1b", 64), rel=0.15)
+
+
+def test_chunks_that_are_run_again_store_their_ends_and_take_a_forward_pass_more() -> None:
+    kept, again = (config_of(remat=remat) for remat in ("none", "chunk"))
+    memory, whole = (step_memory(config, "gpu") for config in (again, kept))
+    tokens, width = 1024, again.model.hidden_size
+    ends, others = 2 * 4 * 2 * tokens * width, 6 * 2 * tokens * width  # of four parts; received, sent and in flight
+    assert memory.activations == ends + others
+    residuals = (whole.activations - others) / 4
+    assert memory.working - whole.working == pytest.approx(residuals, rel=1e-6)
+    times = [PassTimes(Step(each, H100S), split=False, pairs=False) for each in (kept, again)]
+    before, after = (each.chunk(Stages.of(kept).groups[0]) for each in times)
+    assert after.forward == before.forward
+    for name in ("seconds", "compute", "exchange"):
+        both = getattr(before.forward, name) + getattr(before.backward, name)
+        assert getattr(after.backward, name) == pytest.approx(both)
+
+
+def test_the_published_mesh_of_deepseek_v3_fits() -> None:
+    """2,048 H800 with 80 GB in 16 stages of 64 expert ranks, balanced, with both orders of its passes."""
+    given = [
+        "mesh.data=2",
+        "mesh.expert=64",
+        "mesh.pipeline=16",
+        "train.batch_size=15360",
+        "train.grad_accumulation=120",
+    ]
+    for order in ("1f1b", "coscheduled"):
+        settings = [*given, f"schedule.pipeline={order}", "optimizer.zero=1", "exchange.rank_capacity_factor=1.0"]
+        config = load_config(str(ROOT / "configs/models/deepseek_v3.yaml"), [*settings, "schedule.remat=chunk"])
+        assert PlanSearch(open_draft(config), find_cluster("h800x2048"), 1.0).fits(step_memory(config, "gpu"))
 
 
 @pytest.mark.parametrize("layers", [4, 5])
