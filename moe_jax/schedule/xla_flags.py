@@ -92,9 +92,9 @@ FLAGS: dict[str, tuple[Flag, ...]] = {"tpu": _TPU, "gpu": _GPU, "cpu": ()}
 
 
 def compiler_options(platform: str, device_kind: str, jaxlib: Version | None = None) -> dict[str, Value]:
-    """The options that a version of jaxlib knows for a platform (tpu, gpu or cpu) and a kind of device (as jax names it).
+    """Return the options for a platform (tpu, gpu or cpu) and a kind of device, as jax names it.
 
-    `jaxlib`: None is the installed one. For `jax.jit(…, compiler_options=…)` or `lowered.compile(compiler_options=…)`.
+    `jaxlib`: the version whose options they are; None: the installed one. For `jax.jit(…, compiler_options=…)` or `lowered.compile(compiler_options=…)`.
     """
     own = _installed() if jaxlib is None else jaxlib
     flags = FLAGS[platform]
