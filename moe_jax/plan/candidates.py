@@ -36,6 +36,7 @@ class Refused:
     mesh: str
     reason: str
     needed_bytes: float | None = None  # per device, if its memory is too small
+    parameters_alone: bool = False  # whether these are the bytes of parameters alone, which are too large already
 
 
 def with_rates(schedule: ScheduleConfig, cluster: Cluster) -> ScheduleConfig:

@@ -68,12 +68,12 @@ class CollectiveCosts:
     """Durations of collectives on the links of a cluster."""
 
     def __init__(self, cluster: Cluster):
-        self._cluster = cluster
+        self.cluster = cluster
         self._measured = MeasuredLinks(cluster.curves, cluster.node_devices)
 
     def ranks_per_node(self, group: DeviceGroup) -> int:
         """The number of members that share the fastest links."""
-        node, in_row = self._cluster.node_devices, group.ranks // group.rows
+        node, in_row = self.cluster.node_devices, group.ranks // group.rows
         near = max(min(in_row, node // group.stride), 1)
         if near == in_row and group.rows > 1:
             near *= max(min(group.rows, node // group.row_stride), 1)
@@ -85,7 +85,7 @@ class CollectiveCosts:
 
     def share_links(self, one: DeviceGroup, other: DeviceGroup) -> bool:
         """Whether transfers within both groups use the same links. Axes of a torus are assumed to have their own."""
-        levels = [self._cluster.level(group.span) for group in (one, other)]
+        levels = [self.cluster.level(group.span) for group in (one, other)]
         return min(one.ranks, other.ranks) > 1 and levels[0] is levels[1] and levels[0].dimensions is None
 
     def exchange(self, num_bytes: float, group: DeviceGroup, algorithm: str = OPEN_EXCHANGE) -> ExchangeChoice:
@@ -117,11 +117,11 @@ class CollectiveCosts:
         form = EXCHANGE_FACTS[algorithm].counted_as
         per_node, hops = self.ranks_per_node(group), group.ranks - 1
         if per_node == group.ranks:
-            level = self._cluster.level(group.span)
+            level = self.cluster.level(group.span)
             more_s = (hops - 1) * level.alpha_s if form == "ring" else 0.0
             return more_s + level.exchange_seconds(num_bytes * hops / group.ranks, group.span)
         inside, between = self._levels(group)
-        devices = self._cluster.ranks_per_adapter
+        devices = self.cluster.ranks_per_adapter
         sharers = min(devices, per_node)  # the adapter's other devices are in groups that send at the same time
         links = Links(
             inside=Linear(_MESSAGE_S, inside.exchange(inside.devices).beta_s),
@@ -151,7 +151,7 @@ class CollectiveCosts:
     def _ring_modelled(self, num_bytes: float, group: DeviceGroup) -> float:
         per_node = self.ranks_per_node(group)
         if per_node == group.ranks:
-            return self._cluster.level(group.span).line.seconds(num_bytes)
+            return self.cluster.level(group.span).line.seconds(num_bytes)
         inside, between = self._levels(group)
         share = shares(group.ranks, per_node, relayed=True)
         slowest = max(share.inside * inside.line.beta_s, share.between * between.line.beta_s)
@@ -162,10 +162,10 @@ class CollectiveCosts:
         if group.ranks == 1:
             return 0.0
         measured_s = self._measured.seconds("permute", num_bytes, self._members(group))
-        return self._cluster.level(group.span).line.seconds(num_bytes) if measured_s is None else measured_s
+        return self.cluster.level(group.span).line.seconds(num_bytes) if measured_s is None else measured_s
 
     def _members(self, group: DeviceGroup) -> Members:
         return Members(group.ranks, group.stride if group.rows == 1 else 0, self.ranks_per_node(group))
 
     def _levels(self, group: DeviceGroup) -> tuple[Level, Level]:
-        return self._cluster.levels[0], self._cluster.level(group.span)
+        return self.cluster.levels[0], self.cluster.level(group.span)

@@ -35,7 +35,7 @@ def table(plans: Plans) -> str:
     rows = [_COLUMNS, *(_row(each, best) for each in plans.ranked[:_SHOWN])]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    left = len(plans.ranked) - _SHOWN
+    left = max(len(plans.ranked) - _SHOWN, 0) + plans.slower
     return "\n".join([*lines, *([f"{left} more meshes are slower"] if left > 0 else [])])
 
 

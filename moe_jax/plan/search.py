@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from moe_jax.config import Config
@@ -26,7 +26,11 @@ from moe_jax.plan.candidates import (
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.estimate import Estimate, estimate
 from moe_jax.plan.forward import best_ranges
+from moe_jax.plan.gradients import ITEM_BYTES
+from moe_jax.plan.least_time import least_step_s
 from moe_jax.plan.memory import StepMemory, step_memory
+from moe_jax.plan.resources import parameters_per_device
+from moe_jax.plan.stage_parameters import stage_parameters_of
 
 _MEMORY_LEFT = 0.06  # share of a device's memory for the runtime and errors of the estimate
 _PARTS = 4  # how many numbers of parts of the batch are tried with pipeline stages
@@ -71,8 +75,19 @@ def step_s(candidate: Candidate) -> float:
     return candidate.estimate.step_s
 
 
-def best_of(candidates: Iterable[Candidate]) -> Candidate:
-    return min(candidates, key=step_s)
+@dataclass(frozen=True)
+class MeshConfigs:
+    """The configs of one mesh that fit into memory, with the least time of each one's step; they are not simulated."""
+
+    configs: tuple[tuple[Config, float], ...]
+
+    @property
+    def least_s(self) -> float:
+        return min(least_s for _, least_s in self.configs)
+
+    @property
+    def has_stages(self) -> bool:
+        return self.configs[0][0].mesh.pipeline > 1
 
 
 @dataclass(frozen=True)
@@ -82,16 +97,21 @@ class PlanSearch:
     draft: Draft
     cluster: Cluster
     memory_factor: float
+    # configs by base, ZeRO stage, remat and parts, and memory by config: both are asked for again and again
+    _known: dict[tuple[Config, int, str, int], tuple[Config, ...]] = field(
+        default_factory=dict, init=False, compare=False
+    )
+    _memory: dict[Config, StepMemory] = field(default_factory=dict, init=False, compare=False)
 
-    def fitting(self, base: Config) -> Iterator[Candidate]:
-        """Candidates with each way to save memory, in as few parts of the batch as fit.
+    def fitting(self, base: Config) -> MeshConfigs:
+        """Configs with each way to save memory, in as few parts of the batch as fit.
 
-        If a candidate fits without saving memory, there are no others.
+        If a config fits without saving memory, there are no others.
         """
-        if base.mesh.pipeline > 1:
-            yield from self._fitting_stages(base)
-            return
-        seen = set()
+        found = dict.fromkeys(self._fitting_stages(base) if base.mesh.pipeline > 1 else self._fitting(base))
+        return MeshConfigs(tuple((each, least_step_s(each, self.cluster)) for each in found))
+
+    def _fitting(self, base: Config) -> Iterator[Config]:
         for saving in itertools.product(_ZEROS, _REMATS):
             if not self._fits_somehow(base, *saving):
                 continue
@@ -102,19 +122,26 @@ class PlanSearch:
                     firsts[plain] = each
                 if len(firsts) == 2:
                     break
-            found = [self._candidate(each) for each in firsts.values() if each not in seen]
-            seen |= set(firsts.values())
-            yield from found
-            if any(not each.saves_memory for each in found):
+            yield from firsts.values()
+            if any(not self._saves_memory(each) for each in firsts.values()):
                 return
+
+    def best_of(self, found: MeshConfigs) -> Candidate:
+        """The fastest config of a mesh, the first among equals. Those that cannot be faster are not simulated."""
+        tried: dict[int, Candidate] = {}
+        for number in sorted(range(len(found.configs)), key=lambda number: found.configs[number][1]):
+            config, least_s = found.configs[number]
+            if all(least_s <= step_s(other) for other in tried.values()):
+                tried[number] = self._candidate(config)
+        return min((tried[number] for number in sorted(tried)), key=step_s)
 
     def with_other_placements(self, configs: Iterable[Config]) -> list[Candidate]:
         """The best candidate of each config with the other placement of its experts, if it fits."""
         others = (each for config in configs for each in other_placements(self.draft, config))
-        return [best_of(self.fitting(each)) for each in others if self.fits(self.least(each))]
+        return [self.best_of(self.fitting(each)) for each in others if self.fits_at_all(each)]
 
-    def _fitting_stages(self, base: Config) -> Iterator[Candidate]:
-        """Pipelined candidates with the cheapest savings that fit.
+    def _fitting_stages(self, base: Config) -> Iterator[Config]:
+        """Pipelined configs with the cheapest savings that fit.
 
         More parts of the batch are less efficient each, but leave stages less idle.
         """
@@ -124,7 +151,7 @@ class PlanSearch:
             fitting = (each for each in self._saving(base, zero, remat) if self.fits(self.memory(each)))
             firsts = {each.train.grad_accumulation: each for each in itertools.islice(_first_guesses(fitting), _PARTS)}
             if firsts:
-                yield from map(self._candidate, firsts.values())
+                yield from firsts.values()
                 return
 
     def refined(self, candidate: Candidate) -> Candidate:
@@ -132,7 +159,7 @@ class PlanSearch:
 
         Choices are the placement of experts, then schedules, bucket sizes, and forms over tensor ranks.
         """
-        candidate = best_of([candidate, *self.with_other_placements([candidate.config])])
+        candidate = min([candidate, *self.with_other_placements([candidate.config])], key=step_s)
         # ranges of the forward pass may have more parts than powers of two
         ranges = (scheduled(found.policy, found.parts) for found in best_ranges(candidate.estimate).cut)
         best = self._best_of(self._best_pipeline(candidate), ({"schedule": each} for each in (*schedules(), *ranges)))
@@ -178,18 +205,32 @@ class PlanSearch:
         for parts in accumulations(base):
             yield from self._in_parts(base, zero, remat, parts)
 
-    def _in_parts(self, base: Config, zero: int, remat: str, parts: int) -> Iterator[Config]:
+    def _in_parts(self, base: Config, zero: int, remat: str, parts: int) -> tuple[Config, ...]:
         """Configs with these savings and this number of parts, for each guess of a schedule."""
         if zero == 2 and parts == 1 and "optimizer.zero" in self.draft.open:
-            return  # the same as ZeRO 1
-        saving: Overrides = {"optimizer": {"zero": zero}, "train": {"grad_accumulation": parts}}
-        yield from choices(self.draft, base, ({**saving, "schedule": {"remat": remat, **each}} for each in guesses()))
+            return ()  # the same as ZeRO 1
+        key = base, zero, remat, parts
+        if key not in self._known:
+            saving: Overrides = {"optimizer": {"zero": zero}, "train": {"grad_accumulation": parts}}
+            overrides = ({**saving, "schedule": {"remat": remat, **each}} for each in guesses())
+            self._known[key] = tuple(choices(self.draft, base, overrides))
+        return self._known[key]
 
     def _best_of(self, known: Candidate, overrides: Iterable[Overrides]) -> Candidate:
-        others = choices(self.draft, known.config, overrides)
-        return best_of([known, *(self._candidate(each) for each in others if self.fits(self.memory(each)))])
+        """The known candidate, or a faster one with other settings; only those that may be faster are simulated."""
+        for each in choices(self.draft, known.config, overrides):
+            if self.fits(self.memory(each)) and least_step_s(each, self.cluster) < step_s(known):
+                known = min(known, self._candidate(each), key=step_s)
+        return known
 
     def _candidate(self, config: Config) -> Candidate:
+        return Candidate(
+            estimate=estimate(config, self.cluster),
+            memory=self.memory(config),
+            saves_memory=self._saves_memory(config),
+        )
+
+    def _saves_memory(self, config: Config) -> bool:
         saves = {
             "optimizer.zero": config.optimizer.zero > 0,
             "schedule.remat": config.schedule.remat != "none",
@@ -197,17 +238,30 @@ class PlanSearch:
             "train.grad_accumulation": config.mesh.pipeline == 1
             and config.train.grad_accumulation > accumulations(config)[0],
         }
-        saves_memory = self.cluster.device.memory_bytes is not None and any(
+        return self.cluster.device.memory_bytes is not None and any(
             value for name, value in saves.items() if name in self.draft.open
         )
-        return Candidate(estimate=estimate(config, self.cluster), memory=self.memory(config), saves_memory=saves_memory)
 
     def memory(self, config: Config) -> StepMemory:
-        return step_memory(config, self.cluster.device.platform, config.mesh.sizes)
+        if config not in self._memory:
+            self._memory[config] = step_memory(config, self.cluster.device.platform, config.mesh.sizes)
+        return self._memory[config]
 
     def fits(self, memory: StepMemory) -> bool:
         limit = self.cluster.device.memory_bytes
         return limit is None or self.memory_factor * memory.total <= limit * (1 - _MEMORY_LEFT)
+
+    def parameter_bytes(self, base: Config) -> int:
+        """Bytes of a device's parameters, which no setting that saves memory shards."""
+        mesh = base.mesh.sizes
+        if base.step_facts.has_ticks:
+            return ITEM_BYTES * stage_parameters_of(base).on_device(base, mesh)
+        ranks = base.mesh.expert_ranks(mesh)
+        return ITEM_BYTES * parameters_per_device(base.model, ranks, mesh["tensor"], base.replicas)
+
+    def fits_at_all(self, base: Config) -> bool:
+        """Whether the config fits with all ways to save memory."""
+        return any(self._fits_somehow(base, zero, "full") for zero in _ZEROS)
 
     def least(self, base: Config) -> StepMemory:
         """The memory of the config with all ways to save memory."""
@@ -220,7 +274,7 @@ class PlanSearch:
     def _least(self, base: Config, zero: int, remat: str) -> Iterator[Config]:
         """Configs that need least memory: more parts are smaller, but their gradients are summed in a copy."""
         parts = accumulations(base)
-        by_parts = (list(self._in_parts(base, zero, remat, count)) for count in reversed(parts))
+        by_parts = (self._in_parts(base, zero, remat, count) for count in reversed(parts))
         yield from next(filter(None, by_parts), ())
         yield from self._in_parts(base, zero, remat, parts[0])
 

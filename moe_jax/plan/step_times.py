@@ -100,7 +100,7 @@ class Step:
         each_summed = accumulation == 1 or self.config.optimizer.zero == 2
         alone = line.exposed_s if each_summed else self._exposed_without_sums()
         compute = line.busy_s[Stream.COMPUTE]
-        adding = (accumulation - 1) * self.adding_s(self._added)
+        adding = self.adding_parts_s
         exposed = line.exposed_s + (accumulation - 1) * alone
         return {
             "step": accumulation * compute + adding + exposed,
@@ -109,6 +109,11 @@ class Step:
             "sums": accumulation * sums if each_summed else sums,
             "exposed": exposed,
         }
+
+    @property
+    def adding_parts_s(self) -> float:
+        """Seconds to add the gradients of all parts of the batch."""
+        return (self.config.train.grad_accumulation - 1) * self.adding_s(self._added)
 
     @property
     def _added(self) -> float:
