@@ -3,6 +3,7 @@
 python -m moe_jax.plan --model FILE --cluster h100x64
 """
 
+import dataclasses
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from moe_jax.config.yaml_io import load_draft, to_yaml
 from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.files.atomic import check_writable, reason, write_together
 from moe_jax.measure.provenance import origin
+from moe_jax.plan.batch_size import batch_size_of
 from moe_jax.plan.clusters import PRESETS, find_cluster
 from moe_jax.plan.plan_text import plan_text, seconds
 from moe_jax.plan.planner import Plans, plan
@@ -70,6 +72,10 @@ def main() -> None:
         print("\n" * bool(printed) + text, flush=True)
         printed.append(text)
 
+    if not loaded.open and "train.batch_size" not in overridden:
+        batch = batch_size_of(draft, cluster, arguments.model)
+        draft = dataclasses.replace(draft, train=dataclasses.replace(draft.train, batch_size=batch.sequences))
+        report(batch.text)
     if arguments.compile:
         plans = compile_plans(draft, cluster, report).plans
     else:
