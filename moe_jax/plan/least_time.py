@@ -8,7 +8,7 @@ the first part of a dispatch, and the last one of a combine, then overlap with n
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from moe_jax.config import Config
@@ -19,10 +19,13 @@ from moe_jax.plan.estimate import update_seconds
 from moe_jax.plan.pass_times import ChunkTimes, Ends, PassTime, PassTimes
 from moe_jax.plan.pipelined import PipelinedStep
 from moe_jax.plan.step_times import Step
-from moe_jax.plan.task_times import ComputeStage
+from moe_jax.plan.task_times import TaskStage
 from moe_jax.plan.work import exchange_bytes
+from moe_jax.schedule.actions import Action
+from moe_jax.schedule.build import make_shape
 
 _SLACK = 0.05  # by which estimates of deep models, which are extrapolated from a few blocks, may fall below a bound
+_UNSPLIT = make_shape("vanilla", ("moe",), weight_grad="greedy")
 _OPS = {"moe": ("attend", "expert"), "dense": ("dense",)}
 
 
@@ -56,8 +59,11 @@ class LeastPassTimes(PassTimes):
         """The durations of embedding and head."""
         model, stages = self._step.config.model, self._blocks.stages
         added_s = self._step.adding_s(model.hidden_size * model.vocab_size)
-        embedding, head = stages["embed"], _seconds(stages["head"], "FBW")
-        return Ends(_seconds(embedding, "F"), head + added_s, _seconds(embedding, "B") + added_s)
+        return Ends(
+            _seconds(stages, "embed", "F"),
+            _seconds(stages, "head", "FBW") + added_s,
+            _seconds(stages, "embed", "B") + added_s,
+        )
 
     def _least_of(self, kinds: tuple[str, ...]) -> ChunkTimes:
         blocks, added_s = self._blocks, self._added_s(kinds)
@@ -88,13 +94,13 @@ class _BlockTimes:
     def step_s(self, kinds: Sequence[str]) -> float:
         """Seconds of a forward and a backward pass, embedding and head included."""
         forward, backward = self.pass_time(kinds, "F"), self.pass_time(kinds, "B", weights=True)
-        ends = self.stages["embed"], self.stages["head"]
+        ends = "embed", "head"
         least_s = max(
-            forward.compute + backward.compute + sum(_seconds(end, "FBW") for end in ends),
+            forward.compute + backward.compute + sum(_seconds(self.stages, end, "FBW") for end in ends),
             forward.exchange + backward.exchange,
         )
         # the head's weight gradient may be computed during exchanges
-        in_order_s = forward.seconds + backward.seconds + sum(_seconds(end, "FB") for end in ends)
+        in_order_s = forward.seconds + backward.seconds + sum(_seconds(self.stages, end, "FB") for end in ends)
         return max(least_s, in_order_s) if self._waits else least_s
 
     def pass_time(self, kinds: Sequence[str], direction: Literal["F", "B"], weights: bool = False) -> PassTime:
@@ -105,7 +111,7 @@ class _BlockTimes:
         if self._waits:
             # deferred weight gradients may be computed during exchanges
             in_order = direction if settings.weight_grad == "greedy" else directions
-            experts_s, parts = _seconds(self.stages["expert"], in_order), self._parts(direction)
+            experts_s, parts = _seconds(self.stages, "expert", in_order), self._parts(direction)
             layer_s = max(experts_s + self._exchange_s / parts, self._exchange_s)
             least_s = max(least_s, self.compute_s(kinds, in_order) + layers * (layer_s - experts_s))
         return PassTime(least_s, compute_s, layers * self._exchange_s)
@@ -113,7 +119,7 @@ class _BlockTimes:
     def compute_s(self, kinds: Sequence[str], directions: str) -> float:
         """Seconds of the compute tasks of these blocks in some of the directions F, B and W."""
         counts = Counter(kinds)
-        return sum(counts[kind] * _seconds(self.stages[op], directions) for kind in counts for op in _OPS[kind])
+        return sum(counts[kind] * _seconds(self.stages, op, directions) for kind in counts for op in _OPS[kind])
 
     def _parts(self, direction: Literal["F", "B"]) -> int:
         """The number of parts of a block's slots."""
@@ -122,7 +128,6 @@ class _BlockTimes:
         return (1 if settings.cuts_batch else own) * settings.expert_chunks
 
 
-def _seconds(stage: ComputeStage, directions: str) -> float:
+def _seconds(stages: Mapping[str, TaskStage], op: str, directions: str) -> float:
     """Seconds of the tasks of an op, unsplit, in some of the directions F, B and W."""
-    passes = {"F": stage.forward, "B": stage.backward, "W": stage.weight}
-    return sum(stage.rate.seconds(passes[each]) for each in directions if passes[each])
+    return sum(stages[op].seconds(Action(each, op, 0, 0), _UNSPLIT) for each in directions)
