@@ -6,7 +6,7 @@ from typing import Any
 
 from moe_jax.config import Config
 from moe_jax.config.yaml_io import load_config
-from moe_jax.plan.clusters import Cluster, Device, Level
+from moe_jax.plan.clusters import Cluster, Device, Level, LinkCurve
 from moe_jax.plan.estimate import estimate
 from moe_jax.plan.launch_overhead import LaunchOverhead
 from moe_jax.plan.measured import Seconds, write_times
@@ -78,7 +78,7 @@ class LinkTimes:
             name="box",
             device=_CORE,
             devices=2,
-            levels=(Level(name="link", devices=2, alpha_s=self.alpha_s, bytes_per_s=self.bytes_per_s),),
+            levels=(Level(name="link", devices=2, bytes_per_s=self.bytes_per_s, ring=LinkCurve(self.alpha_s)),),
             compute_slowdown=max(self.slowdown, 1.0),
             launch_overhead=LaunchOverhead(start=Linear(*self.start), finish=Linear(*self.finish)),
         )

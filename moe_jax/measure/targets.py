@@ -7,6 +7,7 @@ chip of a small slice has half of its neighbours.
 """
 
 import importlib.util
+import math
 import os
 import re
 from collections import Counter
@@ -53,7 +54,9 @@ def _of_cluster(name: str, platform: str) -> Target:
     kind, _, layout = name.partition(":")
     node = int(layout.rpartition("x")[2]) if platform == "gpu" else None
     preset = PRESETS[kind]
-    device, (inside, *beyond) = preset.device, preset.levels(2 * preset.unit, preset.unit)
+    # a host has four TPU chips
+    count = preset.unit if node else math.prod(map(int, layout.split("x"))) * preset.unit // 4
+    device, (inside, *beyond) = preset.device, preset.levels(2 * count, count)
     link = Linear(_ALPHA_S, 1 / inside.bytes_per_s)
     network = Linear(_ALPHA_S, 1 / beyond[0].bytes_per_s) if node else link  # one slice has no network
     products = _PRODUCTS_PER_CYCLE.get(kind)

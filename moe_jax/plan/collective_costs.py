@@ -13,10 +13,9 @@ from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.clusters.hardware import Level
 from moe_jax.plan.exchange import ALGORITHMS, Links, exchange_seconds, ring_seconds
 from moe_jax.plan.measured_links import MeasuredLinks, Members
-from moe_jax.plan.nodes import shares
+from moe_jax.plan.nodes import ring_shares, shares
 from moe_jax.plan.task_times import Linear
 
-_MESSAGE_S = 1e-6  # estimated time to send one more message in the same collective
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "permute"]
 
 
@@ -68,12 +67,12 @@ class CollectiveCosts:
     """Durations of collectives on the links of a cluster."""
 
     def __init__(self, cluster: Cluster):
-        self.cluster = cluster
+        self._cluster = cluster
         self._measured = MeasuredLinks(cluster.curves, cluster.node_devices)
 
     def ranks_per_node(self, group: DeviceGroup) -> int:
         """The number of members that share the fastest links."""
-        node, in_row = self.cluster.node_devices, group.ranks // group.rows
+        node, in_row = self._cluster.node_devices, group.ranks // group.rows
         near = max(min(in_row, node // group.stride), 1)
         if near == in_row and group.rows > 1:
             near *= max(min(group.rows, node // group.row_stride), 1)
@@ -85,8 +84,9 @@ class CollectiveCosts:
 
     def share_links(self, one: DeviceGroup, other: DeviceGroup) -> bool:
         """Whether transfers within both groups use the same links. Axes of a torus are assumed to have their own."""
-        levels = [self.cluster.level(group.span) for group in (one, other)]
-        return min(one.ranks, other.ranks) > 1 and levels[0] is levels[1] and levels[0].dimensions is None
+        levels = [self._cluster.level(group.span) for group in (one, other)]
+        same = levels[0].devices == levels[1].devices
+        return min(one.ranks, other.ranks) > 1 and same and levels[0].dimensions is None
 
     def exchange(self, num_bytes: float, group: DeviceGroup, algorithm: str = OPEN_EXCHANGE) -> ExchangeChoice:
         """The all-to-all of `num_bytes` that each rank has for all ranks, its own block included.
@@ -117,21 +117,22 @@ class CollectiveCosts:
         form = EXCHANGE_FACTS[algorithm].counted_as
         per_node, hops = self.ranks_per_node(group), group.ranks - 1
         if per_node == group.ranks:
-            level = self.cluster.level(group.span)
-            more_s = (hops - 1) * level.alpha_s if form == "ring" else 0.0
+            level = self._cluster.level(group.span)
+            more_s = (hops - 1) * level.exchange_line.alpha_s if form == "ring" else 0.0
             return more_s + level.exchange_seconds(num_bytes * hops / group.ranks, group.span)
         inside, between = self._levels(group)
-        devices = self.cluster.ranks_per_adapter
+        line, devices = between.exchange_line, self._cluster.ranks_per_adapter
         sharers = min(devices, per_node)  # the adapter's other devices are in groups that send at the same time
         links = Links(
-            inside=Linear(_MESSAGE_S, inside.exchange(inside.devices).beta_s),
-            between=Linear(_MESSAGE_S * devices / sharers, between.line.beta_s / sharers),
+            inside=Linear(inside.message_s, inside.exchange(inside.devices).beta_s),
+            between=Linear(between.message_s * devices / sharers, line.beta_s / sharers),
             ranks_per_adapter=sharers,
         )
         nodes = math.ceil(group.ranks / per_node)
         if form == "ring":
-            return hops * between.alpha_s + ring_seconds(num_bytes, nodes, per_node, links)
-        return between.alpha_s + exchange_seconds(form, num_bytes, nodes, per_node, links)
+            return hops * line.alpha_s + ring_seconds(num_bytes, nodes, per_node, links)
+        ramp_s = line.beyond_start_s(num_bytes) - num_bytes * line.beta_s
+        return line.alpha_s + ramp_s + exchange_seconds(form, num_bytes, nodes, per_node, links)
 
     def ring(self, num_bytes: float, group: DeviceGroup, collective: Collective = "all_gather") -> float:
         """Seconds of a collective, or of all hops of permutes, in which `num_bytes` leave each rank around a ring."""
@@ -151,21 +152,23 @@ class CollectiveCosts:
     def _ring_modelled(self, num_bytes: float, group: DeviceGroup) -> float:
         per_node = self.ranks_per_node(group)
         if per_node == group.ranks:
-            return self.cluster.level(group.span).line.seconds(num_bytes)
+            return self._cluster.level(group.span).line.seconds(num_bytes)
         inside, between = self._levels(group)
         share = shares(group.ranks, per_node, relayed=True)
+        if self._cluster.device.platform == "gpu":
+            share = ring_shares(per_node)
         slowest = max(share.inside * inside.line.beta_s, share.between * between.line.beta_s)
-        return between.alpha_s + num_bytes * slowest
+        return Linear(between.ring.alpha_s, slowest, between.ring.ramp_s).seconds(num_bytes)
 
     def send(self, num_bytes: float, group: DeviceGroup) -> float:
         """Seconds in which each rank sends `num_bytes` to the next one, all concurrently; the slowest one counts."""
         if group.ranks == 1:
             return 0.0
         measured_s = self._measured.seconds("permute", num_bytes, self._members(group))
-        return self.cluster.level(group.span).line.seconds(num_bytes) if measured_s is None else measured_s
+        return self._cluster.level(group.span).line.seconds(num_bytes) if measured_s is None else measured_s
 
     def _members(self, group: DeviceGroup) -> Members:
         return Members(group.ranks, group.stride if group.rows == 1 else 0, self.ranks_per_node(group))
 
     def _levels(self, group: DeviceGroup) -> tuple[Level, Level]:
-        return self.cluster.levels[0], self.cluster.level(group.span)
+        return self._cluster.levels[0], self._cluster.level(group.span)

@@ -186,4 +186,4 @@ def update_seconds(config: Config, cluster: Cluster, collectives: CollectiveCost
     for group, count in parameters_by_group(config):
         updated += count / parts[group]
         gathered_s += collectives.ring(count * (1 - 1 / parts[group]) * _PARAMETER_BYTES, group)
-    return _UPDATE_BYTES * updated / cluster.device.memory_bytes_per_s + gathered_s
+    return _UPDATE_BYTES * updated / cluster.device.copied_bytes_per_s + gathered_s

@@ -14,7 +14,6 @@ from moe_jax.plan.estimate import Estimate
 from moe_jax.plan.partition_range import Partition, RangePart, fastest_partition, pipeline_seconds
 from moe_jax.plan.resources import attention_matrices, gate_matrices, mixed_matrices
 from moe_jax.plan.step_times import Step
-from moe_jax.plan.task_times import Linear
 
 MOST_PARTS = 8
 _GROUPS = 5  # approximate number of compute groups between two exchanges
@@ -137,13 +136,12 @@ class _Costs:
             return transfer.link.seconds(transfer.num_bytes, parts)
         if op.task == "expert":
             experts = self._compute["expert"]
-            return experts.rate.seconds(experts.forward, parts)
+            return experts.weights_s + experts.of("F", parts)
         kind = self._kinds[op.block]
         block = self._compute["attend" if kind == "moe" else "dense"]
         share = self._shares[kind].get(op.name, 0.0)
         squares_s = self._squares_s if op.name == "attention" else 0.0
-        rate = Linear(share * block.rate.alpha_s, block.rate.beta_s)
-        return rate.seconds(share * (block.forward - self._squares_s) + squares_s, parts)
+        return share * (block.weights_s + block.of("F", parts) - self._squares_s / parts) + squares_s / parts
 
 
 def _shares(model: ModelConfig, kind: str) -> Mapping[str, float]:

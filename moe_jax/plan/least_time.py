@@ -37,7 +37,7 @@ def least_step_s(config: Config, cluster: Cluster) -> float:
     if config.step_facts.has_ticks:
         seconds = PipelinedStep(config, cluster, step.measured, LeastPassTimes).seconds["step"]
     else:
-        of_part_s = _BlockTimes(step, cluster).step_s(config.model.block_kinds)
+        of_part_s = _BlockTimes(step).step_s(config.model.block_kinds)
         seconds = config.train.grad_accumulation * of_part_s + step.adding_parts_s
     return (1 - _SLACK) * (seconds + update_seconds(config, cluster, step.collectives))
 
@@ -47,7 +47,7 @@ class LeastPassTimes(PassTimes):
 
     def __init__(self, step: Step, split: bool, pairs: bool):
         super().__init__(step, split, pairs)
-        self._blocks = _BlockTimes(step, step.collectives.cluster)
+        self._blocks = _BlockTimes(step)
         self._least = functools.cache(self._least_of)
 
     def chunk(self, group: Sequence[GroupBlock]) -> ChunkTimes:
@@ -83,11 +83,11 @@ class LeastPassTimes(PassTimes):
 class _BlockTimes:
     """Bounds for blocks of a step, for one part of the batch."""
 
-    def __init__(self, step: Step, cluster: Cluster):
+    def __init__(self, step: Step):
         self.stages, self._settings = step.compute(), step.config.schedule
         own = exchange_bytes(step.config, step.tokens, step.experts.ranks)
         # measured curves may take less for several parts than for the whole
-        self._exchange_s = 2 * step.exchange_seconds(own) if own and not cluster.curves else 0.0
+        self._exchange_s = 2 * step.exchange_seconds(own) if own and not step.cluster.curves else 0.0
         cuts_in_time = self._settings.cuts_batch and self._settings.microbatches > 1
         self._waits = self._settings.policy in POLICY_FACTS and not cuts_in_time
 

@@ -15,8 +15,15 @@ def shares(ranks: int, per_node: int, relayed: bool) -> Shares:
 
     An all-to-all has a block for every rank, which is sent there directly. Data that all ranks of another node need
     alike (the parts of an all-gather; in reverse, those of a sum) is `relayed`: it is assumed to be sent there once,
-    with an equal part by each rank of a node, and passed on inside. Hierarchical algorithms do so, and so do rings that
-    leave a node at each of its ranks.
+    with an equal part by each rank of a node, and passed on inside. Hierarchical algorithms do so.
     """
     between = (ranks - per_node) / (ranks - 1) / (per_node if relayed else 1)
     return Shares(1 - between, between)
+
+
+def ring_shares(per_node: int) -> Shares:
+    """The shares of a rank in rings of NCCL over several nodes: each rank is the last one of its node in an equal part.
+
+    Every part of an all-gather passes through every node, also on the way back to where it came from.
+    """
+    return Shares(1 - 1 / per_node, 1 / per_node)

@@ -64,11 +64,16 @@ class PipelinedStep:
         return finish_times_s(wanted_s)[Priority.PIPELINE] if send_s else 0.0
 
     @functools.cached_property
+    def stage_seconds(self) -> list[float]:
+        """Seconds of the passes of each stage, as if it never waited for another one."""
+        return [self._work_s(stage) for stage in range(self.stages.stages)]
+
+    @functools.cached_property
     def seconds(self) -> dict[str, float]:
         """Seconds of the whole step and its parts on the stage with most work, with the names of `Step.seconds`."""
         ticks_s, alone_s = self._ticks_s(self.send_s), self._ticks_s(0.0)
         num_ticks = sum(self.outline.ticks.values())
-        work_s = [self._work_s(stage) for stage in range(self.stages.stages)]
+        work_s = self.stage_seconds
         busiest = max(range(self.stages.stages), key=work_s.__getitem__)
         compute, exchange = self._busy(busiest)
         sums = self._sums_s()

@@ -1,11 +1,11 @@
 """A step of a config on a cluster: training's schedule, simulated with the times of its tasks on that cluster.
 
-Compute time is that of matrix products at the rate that a device reaches in large ones, plus memory traffic between
-them; weights are read again for every part of a batch.
+Compute time is that of matrix products by their sizes (`plan/products.py`), plus memory traffic between them; weights
+are read again for every part of a batch.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from moe_jax.config import Config, ModelConfig
@@ -16,14 +16,16 @@ from moe_jax.plan.costs import order_times
 from moe_jax.plan.gradients import Sum, own_parameters, sums_of
 from moe_jax.plan.launch_overhead import with_launch_overhead
 from moe_jax.plan.measured import MeasuredTimes
+from moe_jax.plan.op_times import OpTimes
 from moe_jax.plan.over_tensor import LinkStages, form_seconds
+from moe_jax.plan.product_curves import measured_attention
+from moe_jax.plan.products import Direction, block_products
 from moe_jax.plan.resources import Owned, owned_parameters, parameters_per_device
 from moe_jax.plan.simulate import Timeline, simulate
 from moe_jax.plan.step_shape import step_shape
-from moe_jax.plan.task_times import ComputeStage, Linear, TaskTimes, Transfer, owner_of
+from moe_jax.plan.task_times import Linear, TaskTimes, Transfer, owner_of
 from moe_jax.plan.work import (
     ITEM_BYTES,
-    OpWork,
     computed_keys,
     exchange_bytes,
     expert_rows,
@@ -41,8 +43,19 @@ from moe_jax.schedule.shape import StepShape
 # Bytes that pass through memory, forward and backward; estimates of how much XLA fuses.
 _PAIR_BYTES = (12, 24)  # per pair of tokens and head: logits in float32, weights
 _TOKEN_PASSES = (16, 32)  # over a block's tokens × features: norms, residual stream, heads, MLP
-_ROW_PASSES = (6, 12)  # over experts' rows × (features + hidden widths)
+_ROW_PASSES = (10, 22)  # over experts' rows × (features + hidden widths)
 _LOGIT_BYTES = (12, 8)
+# kernels or fusions of an op, by direction
+_KERNELS: dict[str, dict[Direction, int]] = {
+    "embed": {"F": 2, "B": 4},
+    "attend": {"F": 30, "B": 60, "W": 8},
+    "dense": {"F": 20, "B": 40, "W": 6},
+    "expert": {"F": 8, "B": 16, "W": 4},
+    "head": {"F": 8, "B": 8, "W": 2},
+}
+_ROUNDED_BYTES = (3, 6)  # per number of a row that is rounded to 8 bits: it is read and written once more
+_FLASH_BACKWARD = 2.5  # times the forward pass's operations: five products instead of two
+_DIRECTIONS: tuple[Direction, Direction] = ("F", "B")
 _ADDED_BYTES = 12  # per gradient that is added, in float32
 _NOTHING = MeasuredTimes({})
 
@@ -51,7 +64,7 @@ class Step:
     """Task times of one step, and its simulated timeline."""
 
     def __init__(self, config: Config, cluster: Cluster, measured: MeasuredTimes = _NOTHING):
-        self.config, self.device, self.mesh = config, cluster.device, config.mesh.sizes
+        self.config, self.cluster, self.mesh, self.device = config, cluster, config.mesh.sizes, cluster.device
         self.slowdown, self.launch_overhead, self.measured = cluster.compute_slowdown, cluster.launch_overhead, measured
         self.collectives = CollectiveCosts(cluster)
         self.tensor, self.context = self.mesh["tensor"], self.mesh["context"]
@@ -124,7 +137,7 @@ class Step:
 
     def adding_s(self, parameters: float) -> float:
         """Seconds to add a part's gradients to those of earlier parts: both are read, and their sum is written."""
-        return _ADDED_BYTES * parameters / self.device.memory_bytes_per_s
+        return _ADDED_BYTES * parameters / self.device.copied_bytes_per_s
 
     def _exposed_without_sums(self) -> float:
         schedule = self.timeline.schedule
@@ -158,11 +171,20 @@ class Step:
             return 0.0
         return self.tokens * computed_keys(self.config, self.device.platform) * self.config.model.num_attention_heads
 
-    def squares_s(self) -> float:
-        """Seconds of attention's products of activations and of their memory traffic, forward, in one block."""
-        flops = self.device.matrix_flops_per_s * self.device.matrix_efficiency
-        moved_s = _PAIR_BYTES[0] * self._pairs / self.device.memory_bytes_per_s
-        return work_of(self.config, self.tokens, self.device.platform)["attend"].rest / flops + moved_s
+    def squares_s(self, direction: Direction = "F") -> float:
+        """Seconds of attention's products of activations and of their memory traffic, in one block."""
+        device, model, backward = self.device, self.config.model, direction == "B"
+        flops = work_of(self.config, self.tokens, device.platform)["attend"].rest
+        if kernel_of(self.config, device.platform) == "cudnn":
+            rate = device.matrix_flops_per_s * device.attention_efficiency
+            return flops * (_FLASH_BACKWARD if backward else 1) / rate
+        measured = measured_attention(device.curves, self.config.data.seq_len, model.qk_width)
+        if measured is not None:
+            return flops * (2 if backward else 1) / measured
+        filled = model.qk_width / (model.qk_width + device.units.start)
+        rate = device.matrix_flops_per_s * device.matrix_efficiency * filled
+        moved_s = _PAIR_BYTES[backward] * self._pairs / device.copied_bytes_per_s
+        return flops * (2 if backward else 1) / rate + moved_s
 
     def choice(self, num_bytes: float) -> ExchangeChoice:
         """The algorithm of an all-to-all: the config's, or the fastest one."""
@@ -190,55 +212,85 @@ class Step:
         return form_seconds(settings.tensor_form, whole, self.tensor, ranks, settings.tensor_chunks, stages)
 
     def _through_memory(self, num_bytes: float) -> float:
-        return 2 * num_bytes / self.device.memory_bytes_per_s
+        return 2 * num_bytes / self.device.copied_bytes_per_s
 
-    def compute(self) -> Mapping[str, ComputeStage]:
+    def compute(self) -> Mapping[str, OpTimes]:
         """Estimates of the compute stages."""
-        model, tokens = self.config.model, self.tokens
-        work, owned = work_of(self.config, tokens, self.device.platform), owned_parameters(model)
+        model, tokens, settings = self.config.model, self.tokens, self.config.schedule
+        owned = owned_parameters(model)
+        products = block_products(self.config, tokens, self.tensor, self.experts.ranks)
         of_kind = dict(zip(model.block_kinds, owned[1:-1], strict=True))
         passes = self._item * tokens * model.hidden_size
         hidden = expert_rows(model, tokens) * (model.hidden_size + 2 * model.moe.intermediate_size)
-        found = {
-            kind: self._task(
-                work["attend" if kind == "moe" else "dense"],
-                self._weights(part._replace(expert=0, expert_whole=0)),
-                [a * self._pairs + b * passes for a, b in zip(_PAIR_BYTES, _TOKEN_PASSES, strict=True)],
-                self._gathered(model, kind),
-                self._from_others(model),
-                "attend",
+        row_passes = [each * self._item * hidden / 3 for each in _ROW_PASSES]
+        if model.moe.expert_matmuls == "fp8":
+            row_passes = [each + rounded * hidden for each, rounded in zip(row_passes, _ROUNDED_BYTES, strict=True)]
+
+        def op(name: str, weights: Owned, moved: Sequence[float], waited: Sequence[float] = (0.0, 0.0)) -> OpTimes:
+            """The times of an op with `moved` bytes of memory traffic and `waited` seconds, forward and backward."""
+            forward, backward = (
+                num_bytes / self.device.copied_bytes_per_s + waited_s
+                for num_bytes, waited_s in zip(moved, waited, strict=True)
             )
-            for kind, part in of_kind.items()
-        }
+            return OpTimes(
+                device=self.device,
+                products=products[name],
+                weights_s=self._weights(weights),
+                kernels=_KERNELS[name],
+                whole_s={"F": forward, "B": backward},
+            )
+
+        def block(kind: str, part: Owned) -> OpTimes:
+            gathered_s, from_others = self._gathered(model, kind), self._from_others(model)
+            waited = [
+                self.squares_s(direction) + gathered_s + others_s
+                for direction, others_s in zip(_DIRECTIONS, from_others, strict=True)
+            ]
+            found = op(
+                "attend" if kind == "moe" else "dense",
+                part._replace(expert=0, expert_whole=0),
+                [each * passes for each in _TOKEN_PASSES],
+                waited,
+            )
+            kept_s = 0.0 if settings.remat == "full" else gathered_s
+            return self._recomputing(found, settings.remat == "full", kept_s)
+
+        found = {kind: block(kind, part) for kind, part in of_kind.items()}
         experts = of_kind.get("moe", Owned())
         # remat of whole periods repeats their exchanges in the backward pass, where nothing overlaps with them
-        again = self.config.schedule.remat != "none" and self.config.step_facts.remat_unit == "period"
+        again = settings.remat != "none" and self.config.step_facts.remat_unit == "period"
         own = exchange_bytes(self.config, self.tokens, self.experts.ranks)
-        exchanged = 2 * self.exchange_seconds(own) if again else 0.0
-        head = self._task(
-            work["head"], self._weights(owned[-1]), [each * tokens * model.vocab_size for each in _LOGIT_BYTES]
-        )
-        if logit_chunk(self.config, tokens) is not None:  # gradients are the forward pass's (models/head.py)
-            head = ComputeStage(rate=head.rate, forward=head.forward + head.backward + head.weight, backward=0.0)
+        exchanged_s = 2 * self.exchange_seconds(own) if again else 0.0
+        logits = [each * tokens * model.vocab_size for each in _LOGIT_BYTES]
+        head = op("head", owned[-1], logits)
         return {
-            "embed": self._task(work["embed"], 0.0, [passes, 2 * passes]),
+            "embed": op("embed", Owned(), [passes, 2 * passes]),
             "attend": found.get("moe", found.get("dense")),  # type: ignore[dict-item]
             "dense": found.get("dense", found.get("moe")),  # type: ignore[dict-item]
-            "expert": self._task(
-                work["expert"],
-                self._weights(Owned(expert=experts.expert)),
-                [each * self._item * hidden / 3 for each in _ROW_PASSES],
-                op="expert",
-                again_s=exchanged,
+            "expert": self._recomputing(
+                op("expert", Owned(expert=experts.expert), row_passes, (0.0, exchanged_s)), True, 0.0
             ),
-            "head": head,
+            # with chunks of logits, gradients are the forward pass's (models/head.py)
+            "head": replace(head, at_once=logit_chunk(self.config, tokens) is not None),
         }
+
+    def _recomputing(self, times: OpTimes, products: bool, kept_s: float) -> OpTimes:
+        """The op with what `schedule.remat` recomputes in the backward pass: with or without its products, and all of
+        its other time but `kept_s`.
+        """
+        if self.config.schedule.remat == "none":
+            return times
+        whole_s: dict[Direction, float] = {
+            "F": times.whole_s["F"],
+            "B": times.whole_s["B"] + times.whole_s["F"] - kept_s,
+        }
+        return replace(times, recomputes=products, whole_s=whole_s)
 
     def _weights(self, owned: Owned) -> float:
         """Seconds to read an owner's own weights once."""
         own = owned.whole + owned.heads_and_hidden / self.tensor
         own += owned.expert / (self.tensor * self.experts.ranks)
-        return own * self._item / self.device.memory_bytes_per_s
+        return own * self._item / self.device.copied_bytes_per_s
 
     def _gathered(self, model: ModelConfig, kind: str) -> float:
         """Seconds in which tensor ranks gather the tokens of attention and MLP, and reduce-scatter their outputs."""
@@ -272,7 +324,7 @@ class Step:
             wanted_s = {Priority.EXPERT: before_s, Priority.CONTEXT: hops_s}
             return min(max(finish_times_s(wanted_s)[Priority.CONTEXT] - products_s, 0.0), hops_s)
 
-        return waited_s(once, squares_s), waited_s(once + sums, 2 * squares_s)
+        return waited_s(once, squares_s), waited_s(once + sums, self.squares_s("B"))
 
     def _exchanges_during_attention_s(self, ring: DeviceGroup) -> float:
         """Seconds of a block's exchanges that overlap with its attention and need the links of the ring."""
@@ -282,32 +334,6 @@ class Step:
         own, parts = exchange_bytes(self.config, self.tokens, self.experts.ranks), settings.microbatches
         # exchanges of all microbatches but the one in attention
         return 2 * (parts - 1) * self.exchange_seconds(own / parts)
-
-    def _task(
-        self,
-        work: OpWork,
-        weights_s: float,
-        moved: list[float],
-        gathered_s: float = 0.0,
-        waited_s: tuple[float, float] = (0.0, 0.0),
-        op: str = "head",
-        again_s: float = 0.0,
-    ) -> ComputeStage:
-        """Seconds of one op: forward, backward and weight gradients.
-
-        The backward pass includes what `schedule.remat` recomputes.
-        """
-        flops = self.device.matrix_flops_per_s * self.device.matrix_efficiency
-        products_s, rest_s = work.products / flops, work.rest / flops
-        forward_moved, backward_moved = (num_bytes / self.device.memory_bytes_per_s for num_bytes in moved)
-        again = again_s
-        if self.config.schedule.remat != "none" and op != "head":
-            again += rest_s + forward_moved + waited_s[0]
-            if self.config.schedule.remat == "full" or op == "expert":
-                again += products_s + gathered_s
-        forward = products_s + rest_s + forward_moved + gathered_s + waited_s[0]
-        backward = products_s + 2 * rest_s + backward_moved + gathered_s + waited_s[1] + again
-        return ComputeStage(rate=Linear(weights_s, 1.0), forward=forward, backward=backward, weight=products_s)
 
 
 @dataclass(frozen=True)

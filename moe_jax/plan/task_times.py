@@ -3,6 +3,7 @@
 Amounts are those of one device's whole batch; split into r parts, a part takes alpha + amount/r · beta (FSMoE, eq. 1).
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,14 +22,25 @@ class Cost(Protocol):
 
 @dataclass(frozen=True)
 class Linear:
-    """An alpha-beta model: a start-up time plus an amount (bytes or flops) at a rate."""
+    """An alpha-beta model: a start-up time plus an amount (bytes or flops) at a rate.
+
+    With a ramp, the amount is sent in pieces over several hops, and only many pieces keep all hops busy. With the best
+    number of pieces, hops that start pieces in `ramp_s` together add twice the geometric mean of that and of the time
+    at the rate.
+    """
 
     alpha_s: float
     beta_s: float  # per byte or flop
+    ramp_s: float = 0.0
 
     def seconds(self, amount: float, parts: int = 1) -> float:
         """Seconds of one of `parts` equal parts."""
-        return self.alpha_s + amount / parts * self.beta_s
+        return self.alpha_s + self.beyond_start_s(amount / parts)
+
+    def beyond_start_s(self, amount: float) -> float:
+        """Seconds of an amount without the start-up time."""
+        at_rate_s = amount * self.beta_s
+        return at_rate_s + 2 * math.sqrt(self.ramp_s * at_rate_s) if self.ramp_s else at_rate_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from moe_jax.config.loss_chunks import tokens_of_chunk
 from moe_jax.plan.resources import attention_matrices, gate_matrices, mixed_matrices
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+_SENT_BYTES = {"bf16": 2, "fp8": 1}  # of a number of a row, with these hooks
 _RING_TILE = 512
 
 
@@ -64,7 +65,12 @@ def ring_tile(length: int, context: int) -> int:
 
 def exchange_bytes(config: Config, tokens: float, ranks: int) -> float:
     """Bytes of rows that a device has for all ranks in one dispatch or combine, its own rows and padding included."""
-    return _sent_rows(config, tokens, ranks) * config.model.hidden_size * ITEM_BYTES[config.train.compute_dtype]
+    return _sent_rows(config, tokens, ranks) * config.model.hidden_size * row_item_bytes(config)
+
+
+def row_item_bytes(config: Config) -> int:
+    """Bytes of a number of an exchanged row. Hooks of other packages are assumed to send rows as they are."""
+    return _SENT_BYTES.get(config.model.moe.hooks, ITEM_BYTES[config.train.compute_dtype])
 
 
 def expert_rows(model: ModelConfig, tokens: float) -> float:

@@ -31,5 +31,5 @@ def migration_costs(config: Config, cluster: Cluster, expert_bytes: float) -> Mi
     if config.model.moe.capacity_factor is not None:
         return MigrationCosts(send_s, 0.0, sum_s)
     experts = step.compute()["expert"]
-    passes_s = experts.forward + experts.backward + experts.weight
+    passes_s = experts.of("F", 1) + experts.of("B", 1) + experts.of("W", 1)
     return MigrationCosts(send_s, config.train.grad_accumulation * passes_s, sum_s)

@@ -45,7 +45,11 @@ def test_what_is_given_is_timed() -> None:
         hops = group.ranks - 1
         level = H100.level(group.span)
         # every hop starts a collective
-        assert seconds_of("ring", 1e6, group=group) > hops * level.alpha_s > seconds_of("flat", 1e6, group=group) / 2
+        assert (
+            seconds_of("ring", 1e6, group=group)
+            > hops * level.exchange_line.alpha_s
+            > seconds_of("flat", 1e6, group=group) / 2
+        )
         assert CollectiveCosts(H100).exchange(1e6, group, "ring").algorithm == "ring"
     assert len({seconds_of(name, 1e6) for name in BY_NODE}) == 3
     model, ring = ModelConfig(moe=MoEConfig(num_experts=64)), ExchangeConfig(algorithm="ring")
@@ -58,13 +62,13 @@ def test_what_is_given_is_timed() -> None:
 def test_ranks_of_an_adapter_wait_for_each_others_messages() -> None:
     """Their rates are shares of its rate already; a leader has it for itself, in as far as other groups have none."""
     more_s = seconds_of("flat", 1e6, ETHERNET) - seconds_of("flat", 1e6)
-    assert more_s == pytest.approx(7 * 56e-6)  # start-ups of seven other ranks' messages
-    between = H100.levels[-1]
-    leader_s = 7 * 1e9 * between.line.beta_s / 8  # rows of eight ranks for seven nodes, eight times as fast
+    between = H100.level(64)
+    assert more_s == pytest.approx(7 * 56 * between.message_s)  # of seven other ranks
+    leader_s = 7 * 1e9 * between.exchange_line.beta_s / 8  # rows of eight ranks for seven nodes, eight times as fast
     assert seconds_of("hier_1d", 1e9) - seconds_of("hier_1d", 1e9, ETHERNET) == pytest.approx(7 * leader_s, rel=1e-3)
     # of eight groups with one rank in each node none has more than its share of the adapter
     alone_s, shared_s = (seconds_of("flat", 1e9, cluster, DeviceGroup(8, 8)) for cluster in (H100, ETHERNET))
-    assert shared_s - alone_s == pytest.approx(7 * 7e-6)
+    assert shared_s - alone_s == pytest.approx(7 * 7 * between.message_s)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_o1_exchanges_a_part_of_what_all_ranks_would():
     assert form_seconds("o1", 800.0, 4, EXPERTS, 1, only_bytes) == 175
 
 
-@pytest.mark.parametrize(("length", "cut"), [(256, False), (2048, True)])
+@pytest.mark.parametrize(("length", "cut"), [(256, False), (16384, True)])
 def test_the_planner_takes_the_form_that_is_fastest(length, cut):
     """Chunks of what is large, none where they would add little but start-ups."""
     cluster = find_cluster("h100x16")

@@ -13,7 +13,7 @@ from moe_jax.config.draft import Draft, sections_of
 from moe_jax.config.yaml_io import load_config, load_draft
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.plan.candidates import Refused, on_meshes
-from moe_jax.plan.clusters import find_cluster
+from moe_jax.plan.clusters import LinkCurve, find_cluster
 from moe_jax.plan.collective_costs import DeviceGroup, group_over
 from moe_jax.plan.estimate import estimate
 from moe_jax.plan.measured import MeasuredTimes
@@ -31,9 +31,13 @@ from tests.small import small_config
 
 ROOT = Path(__file__).parents[2]
 H100S = find_cluster("h100x8")
-# links that take no time: what is left is what stages compute
+# links that take no time, and no loss in small products: what is left is what stages compute
 NO_LINKS = dataclasses.replace(
-    H100S, levels=tuple(dataclasses.replace(level, bytes_per_s=1e18, alpha_s=0.0) for level in H100S.levels)
+    H100S,
+    device=dataclasses.replace(H100S.device, kernel_s=0.0, units=find_cluster("cpu-8").device.units),
+    levels=tuple(
+        dataclasses.replace(level, bytes_per_s=1e18, ring=LinkCurve(0.0), all_to_all=None) for level in H100S.levels
+    ),
 )
 ALIKE_TICKS = ("gpipe", "coscheduled")
 PIPELINES = [
@@ -60,10 +64,11 @@ def config_of(
 @pytest.mark.parametrize("policy", [{}, {"policy": "expert_pipeline", "microbatches": 2}])
 def test_one_stage_and_one_part_take_what_a_step_without_ticks_takes(policy) -> None:
     config = config_of(stages=1, parts=1, layers=4, vocab=8192, **policy)
-    # with cuDNN's the step is so short that the start-up of its sums is 1 % of it
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, attention_kernel="xla"))
-    step = Step(config, H100S)
-    ticks, whole = PipelinedStep(config, H100S, MeasuredTimes({})).seconds, step.seconds
+    # sums start together or one by one
+    levels = tuple(dataclasses.replace(level, ring=LinkCurve(0.0, level.ring.efficiency)) for level in H100S.levels)
+    cluster = dataclasses.replace(H100S, levels=levels)
+    step = Step(config, cluster)
+    ticks, whole = PipelinedStep(config, cluster, MeasuredTimes({})).seconds, step.seconds
     held = parameters_per_device(config.model, 8, 1) - config.model.hidden_size
     added_s = step.adding_s(held)  # to sums of nothing
     assert ticks["compute"] == pytest.approx(whole["compute"] + added_s)
@@ -91,7 +96,10 @@ def test_plans_take_blocks_off_the_stage_of_a_large_head() -> None:
 def test_sends_go_behind_exchanges_that_want_their_links(shared) -> None:
     """Neighbours in a node share its links; on two nodes only stages' sends leave one."""
     node = 8 if shared else 2
-    levels = [dataclasses.replace(H100S.levels[0], devices=n, bytes_per_s=1e9, alpha_s=0.0) for n in (node, 8)]
+    levels = [
+        dataclasses.replace(H100S.levels[0], devices=n, bytes_per_s=1e9, ring=LinkCurve(0.0), all_to_all=None)
+        for n in (node, 8)
+    ]
     found = PipelinedStep(config_of("gpipe"), dataclasses.replace(H100S, levels=tuple(levels)), MeasuredTimes({}))
     chunk = PassTimes(found.step, split=False, pairs=False).chunk(found.stages.groups[0])
     passes_s = [max(each.seconds, found.send_s + shared * each.exchange) for each in (chunk.forward, chunk.backward)]

@@ -21,10 +21,13 @@ train: {batch_size: 32}
 @pytest.mark.parametrize(
     ("settings", "shown"),
     [
-        (["train.grad_accumulation=2", "schedule.pipeline=1f1b"], "4 of 6 blocks, the last of 2 parts of the batch: "),
-        (["train.grad_accumulation=1", "schedule.pipeline=1f1b"], "4 of 6 blocks: "),
         (
-            ["train.grad_accumulation=2", "schedule.pipeline=coscheduled"],
+            ["mesh.pipeline=1", "train.grad_accumulation=2", "schedule.pipeline=1f1b"],
+            "4 of 6 blocks, the last of 2 parts of the batch: ",
+        ),
+        (["mesh.pipeline=1", "train.grad_accumulation=1", "schedule.pipeline=1f1b"], "4 of 6 blocks: "),
+        (
+            ["mesh.pipeline=1", "train.grad_accumulation=2", "schedule.pipeline=coscheduled"],
             "3 of 6 blocks, one of 2 parts of the batch: ",
         ),
         (

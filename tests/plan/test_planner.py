@@ -21,7 +21,7 @@ from moe_jax.config.validate import setting
 from moe_jax.config.yaml_io import load_config, load_draft
 from moe_jax.errors import UserError
 from moe_jax.plan.candidates import Refused, choices, divisors, meshes, on_meshes, schedules
-from moe_jax.plan.clusters import Cluster, find_cluster
+from moe_jax.plan.clusters import Cluster, LinkCurve, find_cluster
 from moe_jax.plan.estimate import estimate
 from moe_jax.plan.memory import step_memory
 from moe_jax.plan.plan_text import facts, refusals, table
@@ -172,7 +172,7 @@ def test_faster_links_and_more_devices_make_no_step_slower() -> None:
     config = dataclasses.replace(config_of(), mesh=MeshConfig(data=1, expert=16))
     levels = tuple(dataclasses.replace(level, bytes_per_s=4 * level.bytes_per_s) for level in H100S.levels)
     assert estimate(config, dataclasses.replace(H100S, levels=levels)).step_s < estimate(config, H100S).step_s
-    steps = [planned(cluster=f"h100x{count}").best.estimate.step_s for count in (8, 16, 32)]
+    steps = [planned(batch_size=1024, cluster=f"h100x{count}").best.estimate.step_s for count in (8, 16, 32)]
     assert steps == sorted(steps, reverse=True)
 
 
@@ -246,12 +246,12 @@ def test_context_ranks_are_planned_around() -> None:
 
 def test_hops_go_behind_exchanges_of_other_microbatches() -> None:
     """Where they want the same links. Hops take longer than products here, and as much of these as exchanges leave."""
-    level = dataclasses.replace(H100S.levels[0], devices=16, bytes_per_s=1e9, alpha_s=0.0)
+    level = dataclasses.replace(H100S.levels[0], devices=16, bytes_per_s=1e9, ring=LinkCurve(0.0), all_to_all=None)
     slow = dataclasses.replace(H100S, levels=(level,))
     cut = [*SMALL, "data.seq_len=8192", "mesh.data=1", "mesh.context=2", "mesh.expert=8", "schedule.policy=unified"]
     whole, halves = (Step(load_config(None, [*cut, f"schedule.microbatches={n}"]), slow) for n in (1, 2))
     before_s = 2 * halves.exchange_seconds(exchange_bytes(halves.config, halves.tokens, 8) / 2)
-    waited_s = halves.compute()["attend"].forward - whole.compute()["attend"].forward
+    waited_s = halves.compute()["attend"].whole_s["F"] - whole.compute()["attend"].whole_s["F"]
     assert waited_s == pytest.approx(min(before_s, halves.squares_s()), rel=1e-6)
     assert waited_s > 0
 
@@ -328,7 +328,7 @@ def test_a_plan_orders_tasks_by_the_rates_of_its_cluster_where_none_are_given() 
     assert schedule.link_gb_per_s == 7
     reached = device.matrix_flops_per_s * device.matrix_efficiency
     assert schedule.device_tflops == pytest.approx(reached / 1e12, rel=1e-3)
-    assert schedule.network_gb_per_s == pytest.approx(network.bytes_per_s * network.efficiency / 1e9, rel=1e-3)
+    assert schedule.network_gb_per_s == pytest.approx(network.bytes_per_s * network.ring.efficiency / 1e9, rel=1e-3)
 
 
 def test_the_text_tells_all_of_it() -> None:

@@ -6,11 +6,21 @@ import re
 from moe_jax.errors import UserError, parse_path
 from moe_jax.plan.clusters.cpu import CPUS
 from moe_jax.plan.clusters.gpu import GPUS
-from moe_jax.plan.clusters.hardware import Cluster, Device, Level, Preset
+from moe_jax.plan.clusters.hardware import Cluster, Device, Level, LinkCurve, Preset
 from moe_jax.plan.clusters.measured import measured_cluster
 from moe_jax.plan.clusters.tpu import TPUS
 
-__all__ = ["PRESETS", "Cluster", "ClusterError", "Device", "Level", "cluster_of", "find_cluster", "preset_of"]
+__all__ = [
+    "PRESETS",
+    "Cluster",
+    "ClusterError",
+    "Device",
+    "Level",
+    "LinkCurve",
+    "cluster_of",
+    "find_cluster",
+    "preset_of",
+]
 
 PRESETS = {**TPUS, **GPUS, **CPUS}
 
@@ -102,7 +112,7 @@ def _of(name: str, preset: Preset, count: int, slices: int | None) -> Cluster:
         _check_slice(name, preset.device.name, per_slice, preset.torus, count // per_slice)
     return Cluster(
         name=name,
-        device=preset.device,
+        device=preset.device.slowest_of(devices, preset.variation),
         devices=devices,
         levels=preset.levels(devices, per_slice),
         ranks_per_adapter=max(preset.unit / preset.adapters_per_unit, 1.0) if preset.adapters_per_unit else 1.0,

@@ -1,6 +1,6 @@
 """CPU devices, simulated ones too: one core each, on a local network. Round numbers, as in `plan/costs.py`."""
 
-from moe_jax.plan.clusters.hardware import Device, Level, Preset
+from moe_jax.plan.clusters.hardware import Device, Level, LinkCurve, Preset
 from moe_jax.plan.costs import TYPICAL
 
 _CPU = TYPICAL["cpu"]
@@ -8,7 +8,9 @@ _MEMORY_BYTES_PER_S = 5e9  # a core's share of the socket
 
 
 def _levels(devices: int, _: int) -> tuple[Level, ...]:
-    return (Level(name="local network", devices=devices, alpha_s=_CPU.link.alpha_s, bytes_per_s=1 / _CPU.link.beta_s),)
+    link = _CPU.link
+    ring = LinkCurve(link.alpha_s)
+    return (Level(name="local network", devices=devices, bytes_per_s=1 / link.beta_s, ring=ring),)
 
 
 CPUS = {

@@ -5,10 +5,17 @@ assumptions for comparing costs, near the prices of clouds in 2025. Watts are th
 """
 
 from dataclasses import replace
+from typing import Any
 
-from moe_jax.plan.clusters.hardware import Device, Level, Preset
+from moe_jax.plan.clusters.hardware import Device, Level, LinkCurve, MatrixUnits, Preset, RateShares, Tile
 
 _ALL = 2**40  # devices: no limit
+_CONGESTION = 0.04
+_SLINGSHOT = LinkCurve(60e-6, 0.8, 20e-6)
+_MEMORY_EFFICIENCY = 0.85
+_KERNEL_S = 4e-6
+_VARIATION = 0.01
+_TILES = (Tile(128, 256, 1.0), Tile(128, 128, 0.9), Tile(64, 128, 0.7), Tile(64, 64, 0.45))
 
 
 def _device(
@@ -18,9 +25,19 @@ def _device(
     memory_gb_per_s: float,
     watts: float,
     dollars_per_hour: float,
+    *,
+    multiprocessors: int,
+    start: int,
+    shares: RateShares,
     matrix_efficiency: float = 0.75,
+    attention_efficiency: float = 0.55,
 ) -> Device:
     return Device(
+        memory_efficiency=_MEMORY_EFFICIENCY,
+        kernel_s=_KERNEL_S,
+        attention_efficiency=attention_efficiency,
+        units=MatrixUnits(multiprocessors, _TILES, start),
+        rate_shares=shares,
         name=name,
         platform="gpu",
         memory_bytes=int(memory_bytes),
@@ -32,10 +49,6 @@ def _device(
     )
 
 
-def _level(name: str, devices: int, alpha_s: float, gb_per_s: float, efficiency: float) -> Level:
-    return Level(name=name, devices=devices, alpha_s=alpha_s, bytes_per_s=gb_per_s * 1e9, efficiency=efficiency)
-
-
 def _nodes(device: Device, adapters: int, *levels: Level) -> Preset:
     """A preset with `levels` of links from the node up, each with its reach in the largest cluster."""
 
@@ -45,6 +58,7 @@ def _nodes(device: Device, adapters: int, *levels: Level) -> Preset:
 
     return Preset(
         device=device,
+        variation=_VARIATION,
         unit=levels[0].devices,
         unit_name="node",
         adapters_per_unit=adapters,
@@ -54,49 +68,130 @@ def _nodes(device: Device, adapters: int, *levels: Level) -> Preset:
     )
 
 
-def _nvlink(gb_per_s: float) -> Level:
-    """The links of a node of eight GPUs. NCCL's all-to-alls reach about four fifths of the rate: an estimate."""
-    return _level("NVLink", 8, 5e-6, gb_per_s, 0.8)
+def _level(name: str, devices: int, gb_per_s: float, ring: LinkCurve, **more: Any) -> Level:
+    return Level(name=name, devices=devices, bytes_per_s=gb_per_s * 1e9, ring=ring, **more)
+
+
+def _nvlink(gb_per_s: float, devices: int = 8) -> Level:
+    """The links of a node of GPUs, as NCCL uses them."""
+    return _level("NVLink", devices, gb_per_s, LinkCurve(17e-6, 0.76, 3e-6), all_to_all=LinkCurve(12e-6, 0.76, 2e-6))
 
 
 def _infiniband(gb_per_s: float) -> Level:
     """A GPU's share of the node's network adapters."""
-    return _level("InfiniBand", _ALL, 10e-6, gb_per_s, 0.85)
+    return _level(
+        "InfiniBand",
+        _ALL,
+        gb_per_s,
+        LinkCurve(60e-6, 0.85, 20e-6),
+        all_to_all=LinkCurve(30e-6, 0.74, 3e-6),
+        message_s=1.5e-6,
+        congestion=_CONGESTION,
+    )
 
 
 def _pcie(devices: int, gb_per_s: float) -> Level:
-    """Links through the host's memory, which all GPUs of a node share: the efficiency is an estimate."""
-    return _level("PCIe", devices, 15e-6, gb_per_s, 0.5)
+    """Links through the host's memory, which all GPUs of a node share: the efficiencies are estimates."""
+    return _level("PCIe", devices, gb_per_s, LinkCurve(20e-6, 0.35, 4e-6), all_to_all=LinkCurve(20e-6, 0.5, 4e-6))
 
 
+# multiprocessors, and rates relative to dense bfloat16: data sheets
+_HOPPER: Any = {"multiprocessors": 132, "start": 192, "shares": RateShares(0.5, 67 / 989, 2.0)}
+_BLACKWELL: Any = {"multiprocessors": 148, "start": 384, "shares": RateShares(0.5, 75 / 2250, 2.0)}
 GPUS = {
     # NVIDIA A100 80GB data sheet: NVLink 600 GB/s in both directions; DGX A100: 8 adapters of 200 Gbit/s
-    "a100": _nodes(_device("A100 SXM 80GB", 80 * 2**30, 312, 2039, 400, 1.8), 8, _nvlink(300), _infiniband(25)),
+    "a100": _nodes(
+        _device(
+            "A100 SXM 80GB",
+            80 * 2**30,
+            312,
+            2039,
+            400,
+            1.8,
+            multiprocessors=108,
+            start=128,
+            shares=RateShares(0.5, 19.5 / 312),
+            matrix_efficiency=0.8,
+        ),
+        8,
+        _nvlink(300),
+        _infiniband(25),
+    ),
     # NVIDIA H100 SXM data sheet: NVLink 900 GB/s; DGX H100: 8 adapters of 400 Gbit/s; memory as the driver reports it
-    "h100": _nodes(_device("H100 SXM", 84978434048, 989, 3350, 700, 2.8), 8, _nvlink(450), _infiniband(50)),
+    "h100": _nodes(_device("H100 SXM", 84978434048, 989, 3350, 700, 2.8, **_HOPPER), 8, _nvlink(450), _infiniband(50)),
     # NVIDIA H200 SXM data sheet; network as H100
-    "h200": _nodes(_device("H200 SXM", 151397597184, 989, 4800, 700, 3.5), 8, _nvlink(450), _infiniband(50)),
+    "h200": _nodes(_device("H200 SXM", 151397597184, 989, 4800, 700, 3.5, **_HOPPER), 8, _nvlink(450), _infiniband(50)),
+    # DeepSeek-V3 2024, section 3.1: H100s with NVLink at 400 GB/s in both directions; network as H100
+    "h800": _nodes(_device("H800 SXM", 84978434048, 989, 3350, 700, 2.6, **_HOPPER), 8, _nvlink(200), _infiniband(50)),
     # NVIDIA DGX B200 data sheet: 72 PFLOP/s in sparse FP8, a quarter of it in dense bfloat16, over 8 GPUs; of a GPU
     # 180 GB, 8 TB/s, NVLink 1800 GB/s in both directions; 8 adapters of 400 Gbit/s
-    "b200": _nodes(_device("B200 SXM", 180e9, 2250, 8000, 1000, 5.0), 8, _nvlink(900), _infiniband(50)),
+    "b200": _nodes(_device("B200 SXM", 180e9, 2250, 8000, 1000, 5.0, **_BLACKWELL), 8, _nvlink(900), _infiniband(50)),
+    # NVIDIA GB200 and GB300 NVL72 data sheets: 360 PFLOP/s in sparse bfloat16, half of it dense, over 72 GPUs; of a GPU
+    # 186 and 279 GB, 8 TB/s, NVLink 1800 GB/s in both directions, an adapter of 400 and 800 Gbit/s. Runs use 64 of the
+    # 72 GPUs that NVLink connects
+    "gb200": _nodes(
+        _device("GB200", 186e9, 2500, 8000, 1200, 6.0, **_BLACKWELL), 64, _nvlink(900, 64), _infiniband(50)
+    ),
+    "gb300": _nodes(
+        _device("GB300", 279e9, 2500, 8000, 1400, 7.0, **_BLACKWELL), 64, _nvlink(900, 64), _infiniband(100)
+    ),
     # NVIDIA GA102 whitepaper: 71 TFLOP/s with float32 sums, 936 GB/s. FlowMoE's cluster 1 has 16 of them; nodes of 8 on
     # PCIe 3.0 ×16 (15.75 GB/s) and one adapter of 100 Gbit/s for a node: an assumption
     "rtx3090": _nodes(
-        _device("RTX 3090", 24 * 2**30, 71, 936, 350, 0.25, 0.7), 1, _pcie(8, 15.75), _infiniband(12.5 / 8)
+        _device(
+            "RTX 3090",
+            24 * 2**30,
+            71,
+            936,
+            350,
+            0.25,
+            multiprocessors=82,
+            start=64,
+            shares=RateShares(0.5, 0.5),
+            matrix_efficiency=0.7,
+        ),
+        1,
+        _pcie(8, 15.75),
+        _infiniband(12.5 / 8),
     ),
     # NVIDIA TU102 whitepaper: 53.8 TFLOP/s in float16 with float32 sums, no bfloat16; 616 GB/s. Nodes of 4 on
     # PCIe 3.0 ×16 and one adapter of 100 Gbit/s for a node: an assumption
     "rtx2080ti": _nodes(
-        _device("RTX 2080 Ti", 11 * 2**30, 53.8, 616, 250, 0.12, 0.7), 1, _pcie(4, 15.75), _infiniband(12.5 / 4)
+        _device(
+            "RTX 2080 Ti",
+            11 * 2**30,
+            53.8,
+            616,
+            250,
+            0.12,
+            multiprocessors=68,
+            start=64,
+            shares=RateShares(0.25, 0.25),
+            matrix_efficiency=0.7,
+        ),
+        1,
+        _pcie(4, 15.75),
+        _infiniband(12.5 / 4),
     ),
     # Piper's Frontier; a device is one of an MI250X's two dies. AMD data sheet, halved: 383 TFLOP/s, 128 GB, 3277 GB/s,
     # 560 W. Node: all-to-alls reach 50 GB/s (Piper, on expert migration). Group of a dragonfly, a cabinet of 128 nodes:
     # 4 adapters of 200 Gbit/s for a node (OLCF Frontier user guide). Between groups 1/1.75 of that: 4 links to each
     "mi250x": _nodes(
-        _device("MI250X die", 64 * 2**30, 191.5, 1638, 280, 0.8, 0.6),
+        _device(
+            "MI250X die",
+            64 * 2**30,
+            191.5,
+            1638,
+            280,
+            0.8,
+            multiprocessors=110,
+            start=128,
+            shares=RateShares(0.25, 0.25),
+            matrix_efficiency=0.6,
+        ),
         4,
-        _level("Infinity Fabric", 8, 10e-6, 50, 1.0),
-        _level("Slingshot", 1024, 15e-6, 12.5, 0.8),
-        _level("Slingshot between groups", _ALL, 25e-6, 12.5 / 1.75, 0.8),
+        _level("Infinity Fabric", 8, 50, LinkCurve(20e-6, 1.0, 4e-6)),
+        _level("Slingshot", 1024, 12.5, _SLINGSHOT, message_s=5e-6, congestion=_CONGESTION),
+        _level("Slingshot between groups", _ALL, 12.5 / 1.75, _SLINGSHOT, message_s=5e-6, congestion=_CONGESTION),
     ),
 }

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import cast
 
 from moe_jax.plan.cluster import ClusterProfile, ProfileError, read_profile
-from moe_jax.plan.clusters.hardware import Cluster, Device, Level, Platform
+from moe_jax.plan.clusters.hardware import Cluster, Device, Level, LinkCurve, Platform
 from moe_jax.plan.curves import Curve
 
 _EXCHANGE = "all_to_all.flat"
@@ -19,7 +19,7 @@ def measured_cluster(path: Path) -> Cluster:
     profile = read_profile(path)
     node, memory = profile.node_devices, 2 * _best_rate(profile, "copy")  # each byte is read and written
     if node == 1:
-        levels = [Level(name="memory", devices=1, alpha_s=0.0, bytes_per_s=memory)]
+        levels = [Level(name="memory", devices=1, bytes_per_s=memory, ring=LinkCurve(0.0))]
     else:
         levels = [_level(profile, "inside a node", node, lambda ranks, stride: ranks * stride <= node)]
     if profile.devices > node:
@@ -33,6 +33,7 @@ def measured_cluster(path: Path) -> Cluster:
         matrix_efficiency=1.0,
         watts=None,
         dollars_per_hour=None,
+        curves=tuple(curve for curve in profile.curves if curve.name.startswith(("matmul", "attention"))),
     )
     curves = tuple(curve for curve in profile.curves if "stride" in curve.settings)
     return Cluster(name=str(path), device=device, devices=profile.devices, levels=tuple(levels), curves=curves)
@@ -45,7 +46,7 @@ def _level(profile: ClusterProfile, name: str, devices: int, uses: Callable[...,
         raise _lacks(profile, f"{_EXCHANGE} {name}")
     curve = max(found, key=lambda each: (min(each.settings["stride"], profile.node_devices), each.settings["ranks"]))
     leaving = 1 - 1 / curve.settings["ranks"]
-    return Level(name=name, devices=devices, alpha_s=curve.alpha_s, bytes_per_s=leaving * _rate(curve))
+    return Level(name=name, devices=devices, bytes_per_s=leaving * _rate(curve), ring=LinkCurve(curve.alpha_s))
 
 
 def _best_rate(profile: ClusterProfile, name: str) -> float:

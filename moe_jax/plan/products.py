@@ -1,0 +1,130 @@
+"""Matrix products of a block: their sizes, and how long a device takes for them.
+
+A device computes the tiles of a result in waves, as many tiles at once as it has units (NVIDIA, *Matrix Multiplication
+Background User's Guide*). Small results leave units idle, tiles reach beyond results of other sizes, and short inner
+sizes are spent on starting and finishing tiles. No product is faster than memory delivers its operands and stores its
+result (the roofline model).
+"""
+
+import functools
+import math
+from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple
+
+from moe_jax.config import Config, ModelConfig
+from moe_jax.plan.clusters.hardware import Device, MatrixUnits
+from moe_jax.plan.product_curves import measured_rate
+from moe_jax.plan.resources import gate_matrices
+from moe_jax.plan.work import expert_rows
+
+Kind = Literal["bfloat16", "float32", "exact", "fp8"]  # exact: float32 without rounding of the operands
+Direction = Literal["F", "B", "W"]  # the product itself; the gradients of its rows, and of its weights
+
+_SPLITS = (1, 2, 4, 8)  # of the inner size over units, if there are fewer tiles than units
+_KIND_BYTES = {"bfloat16": 2, "float32": 4, "exact": 4, "fp8": 1}
+_RESULT_BYTES = {"bfloat16": 2, "float32": 4, "exact": 4, "fp8": 2}
+
+
+class Product(NamedTuple):
+    """The product of rows × inner numbers with a matrix of inner × columns, for each of several groups of rows."""
+
+    rows: float  # of a group
+    inner: float
+    columns: float
+    groups: float = 1.0
+    kind: Kind = "bfloat16"
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of all groups."""
+        return 2 * self.groups * self.rows * self.inner * self.columns
+
+    def part(self, parts: float) -> "Product":
+        """One of equal parts of the rows."""
+        return self._replace(rows=self.rows / parts)
+
+    def towards(self, direction: Direction) -> "Product":
+        """The product that this direction of a training step computes."""
+        rows, inner, columns = self[:3]
+        if direction == "B":
+            return self._replace(inner=columns, columns=inner)
+        return self._replace(rows=inner, inner=rows) if direction == "W" else self
+
+
+def block_products(config: Config, tokens: float, tensor: int, expert_ranks: int) -> dict[str, tuple[Product, ...]]:
+    """The products of each op of a block with weights, on a device with `tokens` tokens of its own.
+
+    Its `tensor` ranks gather their tokens for the matrices that they share. Rows are balanced over experts.
+    """
+    model, moe, kind = config.model, config.model.moe, _kind_of(config)
+    rows = tokens * tensor
+
+    def mlp(width: float, rows: float, groups: float = 1.0, kind: Kind = kind) -> Iterator[Product]:
+        if width and groups:
+            inputs = 2 if model.is_gated else 1
+            yield Product(rows, model.hidden_size, inputs * width / tensor, groups, kind)
+            yield Product(rows, width / tensor, model.hidden_size, groups, kind)
+
+    attention = tuple(_attention(model, tokens, tensor, kind))
+    shared = mlp(moe.intermediate_size * moe.num_shared_experts + model.intermediate_size * moe.dense_residual, rows)
+    gate = Product(tokens, model.hidden_size, gate_matrices(model) / model.hidden_size, kind="exact")
+    local = moe.num_experts / expert_ranks
+    of_expert = expert_rows(model, tokens) * tensor / local if local else 0.0
+    expert_kind: Kind = "fp8" if moe.expert_matmuls == "fp8" else kind
+    return {
+        "embed": (),
+        "attend": (*attention, *shared, *([gate] if gate.columns else [])),
+        "dense": (*attention, *mlp(model.intermediate_size, rows)),
+        "expert": tuple(mlp(moe.intermediate_size, of_expert, local, expert_kind)),
+        "head": (Product(tokens, model.hidden_size, model.vocab_size, kind=kind),),
+    }
+
+
+def _kind_of(config: Config) -> Kind:
+    return config.train.compute_dtype
+
+
+def _attention(model: ModelConfig, tokens: float, tensor: int, kind: Kind) -> Iterator[Product]:
+    d, heads, latent, rows = model.hidden_size, model.num_attention_heads / tensor, model.latent, tokens * tensor
+    if latent.kv_lora_rank is None:
+        yield Product(rows, d, (heads + 2 * model.kv_heads / tensor) * model.head_width, kind=kind)
+        yield Product(rows, heads * model.head_width, d, kind=kind)
+        return
+    rank, q_rank = latent.kv_lora_rank, latent.q_lora_rank
+    yield Product(tokens, d, rank + latent.qk_rope_head_dim + (q_rank or 0), kind=kind)
+    yield Product(rows, q_rank or d, heads * model.qk_width, kind=kind)
+    yield Product(rows, rank, heads * (latent.qk_nope_head_dim + model.v_width), kind=kind)
+    yield Product(rows, heads * model.v_width, d, kind=kind)
+
+
+def products_seconds(device: Device, products: Iterable[Product], direction: Direction, parts: float) -> float:
+    """Seconds of one of equal parts of these products, one after another."""
+    return sum(product_seconds(device, each.part(parts).towards(direction)) for each in products)
+
+
+def product_seconds(device: Device, product: Product) -> float:
+    """Seconds of one product on a device."""
+    share = device.rate_shares.of(product.kind)
+    rate = share * device.matrix_flops_per_s * device.matrix_efficiency
+    operands, results = _KIND_BYTES[product.kind], _RESULT_BYTES[product.kind]
+    rows, inner, columns = product[:3]
+    moved = product.groups * (operands * inner * (rows + columns) + results * rows * columns)
+    measured = measured_rate(device.curves, rows, inner, columns)
+    if measured is not None:
+        return product.flops / (measured * share)
+    return max(_tiled_seconds(device.units, rate, product), moved / device.copied_bytes_per_s)
+
+
+@functools.lru_cache(maxsize=2**14)
+def _tiled_seconds(units: MatrixUnits, rate: float, product: Product) -> float:
+    """Seconds of the best way to cut the result into tiles, without the limit of memory."""
+    rows, inner, columns, groups, _ = product
+    best = math.inf
+    for tile in units.tiles:
+        for height, width in {(tile.rows, tile.columns), (tile.columns, tile.rows)}:
+            tiles = groups * math.ceil(rows / height) * math.ceil(columns / width)
+            for splits in _SPLITS if tiles < units.at_once else _SPLITS[:1]:
+                waves = math.ceil(tiles * splits / units.at_once)
+                flops = 2 * waves * units.at_once * height * width * (inner / splits + units.start)
+                best = min(best, flops / (rate * tile.share))
+    return best

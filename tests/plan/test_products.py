@@ -1,0 +1,146 @@
+"""Matrix products by their sizes: their operations, the losses of small ones, and measured curves."""
+
+import dataclasses
+import math
+
+import pytest
+
+from moe_jax.config import Config, MeshConfig, TrainConfig
+from moe_jax.config.sections import LatentConfig, ModelConfig, MoEConfig
+from moe_jax.plan.clusters import PRESETS, find_cluster
+from moe_jax.plan.clusters.hardware import MatrixUnits, Tile
+from moe_jax.plan.curves import Curve, curve
+from moe_jax.plan.product_curves import measured_attention, measured_rate
+from moe_jax.plan.products import Product, block_products, product_seconds
+from moe_jax.plan.step_times import Step
+from moe_jax.plan.work import exchange_bytes, work_of
+
+H100 = PRESETS["h100"].device
+TENSOR, EXPERT = 2, 4
+LATENT = LatentConfig(kv_lora_rank=64, q_lora_rank=96)
+
+
+def config_of(model: dict | None = None, **moe) -> Config:
+    experts = {"num_experts": 8, "top_k": 2, "intermediate_size": 512, **moe}
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1000}
+    return Config(
+        model=ModelConfig(**(sizes | (model or {})), moe=MoEConfig(**experts)),
+        mesh=MeshConfig(data=1, expert=EXPERT, tensor=TENSOR),
+        train=TrainConfig(batch_size=8),
+    )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        config_of(),
+        config_of(capacity_factor=None, num_shared_experts=2, shared_gate=True),
+        config_of({"activation": "gelu"}, dense_residual=True, first_k_dense_replace=1),
+        config_of({"latent": LATENT, "num_key_value_heads": None}, num_shared_experts=1),
+        config_of({"latent": dataclasses.replace(LATENT, q_lora_rank=None), "num_key_value_heads": None}),
+    ],
+)
+def test_products_have_the_operations_of_their_ops(config: Config) -> None:
+    """Counted in two ways: by sizes, and by parameters and tokens."""
+    products, work = block_products(config, 1024, TENSOR, EXPERT), work_of(config, 1024, "gpu")
+    for op, each in products.items():
+        assert sum(product.flops for product in each) == pytest.approx(work[op].products), op
+
+
+def test_gradients_have_the_operations_of_the_product_itself() -> None:
+    product = Product(100, 200, 300, 4)
+    assert product.towards("B")[:3] == (100, 300, 200)
+    assert product.towards("W")[:3] == (200, 100, 300)
+    assert product.part(4).towards("W")[:3] == (200, 25, 300)
+    assert {product.towards(direction).flops for direction in ("F", "B", "W")} == {product.flops}
+
+
+def test_a_product_takes_the_waves_of_its_tiles_by_hand() -> None:
+    """Ten units with tiles of 10 × 20: 11 tiles are two waves, each of inner size 100 and 25 to start."""
+    units = MatrixUnits(10, (Tile(10, 20, 0.5),), 25)
+    device = dataclasses.replace(
+        H100, units=units, matrix_flops_per_s=1e9, matrix_efficiency=1.0, memory_bytes_per_s=1e18
+    )
+    waves_s = 2 * 2 * 10 * (10 * 20) * (100 + 25) / (1e9 * 0.5)
+    assert product_seconds(device, Product(110, 100, 20)) == pytest.approx(waves_s)
+    assert product_seconds(device, Product(101, 100, 20)) == pytest.approx(waves_s), "part of a tile takes all of it"
+    # four parts of the inner size on two units each, and a wave of half of them
+    split_s = 2 * 10 * (10 * 20) * (100 / 4 + 25) / (1e9 * 0.5)
+    assert product_seconds(device, Product(20, 100, 20)) == pytest.approx(split_s)
+    memory = dataclasses.replace(device, memory_bytes_per_s=1.0, memory_efficiency=0.5)
+    moved = 2 * (110 * 100 + 100 * 20 + 110 * 20)
+    assert product_seconds(memory, Product(110, 100, 20)) == pytest.approx(2 * moved)
+
+
+def rate(product: Product) -> float:
+    """The share of H100's rate in large products that a product reaches."""
+    return product.flops / product_seconds(H100, product) / (H100.matrix_flops_per_s * H100.matrix_efficiency)
+
+
+def test_small_and_skinny_products_reach_less_of_the_rate() -> None:
+    large = rate(Product(8192, 8192, 8192))
+    assert 0.9 < large <= 1
+    for small in (Product(16, 4096, 4096), Product(4096, 64, 4096), Product(4096, 4096, 32), Product(130, 4096, 4096)):
+        assert rate(small) < 0.75 * large
+    rates = [rate(Product(rows, 4096, 1536, 16)) for rows in (16, 64, 256, 1024)]
+    assert rates == sorted(rates), "rows of an expert"
+
+
+def test_rates_follow_the_numbers_that_are_multiplied() -> None:
+    def seconds(kind: str, device=H100) -> float:
+        return product_seconds(device, Product(8192, 8192, 8192, kind=kind))  # type: ignore[arg-type]
+
+    assert seconds("float32") == pytest.approx(2 * seconds("bfloat16"), rel=0.05)
+    assert seconds("exact") > 10 * seconds("bfloat16")
+    assert seconds("fp8") == pytest.approx(seconds("bfloat16") / 2, rel=0.05)
+    a100 = PRESETS["a100"].device
+    assert seconds("fp8", a100) == seconds("bfloat16", a100), "which has no such units"
+
+
+def test_a_step_knows_what_its_numbers_are() -> None:
+    """Rows are sent as their hooks round them, and experts multiply what they are told to."""
+
+    def expert_s(config: Config) -> float:
+        return sum(Step(config, find_cluster("h100x8")).compute()["expert"].of(each, 1) for each in ("F", "B", "W"))
+
+    wide = {"hidden_size": 4096}
+    bfloat16, fp8 = (config_of(wide, intermediate_size=8192, expert_matmuls=each) for each in ("compute_dtype", "fp8"))
+    long = {"data": dataclasses.replace(bfloat16.data, seq_len=8192)}
+    assert expert_s(dataclasses.replace(fp8, **long)) < 0.75 * expert_s(dataclasses.replace(bfloat16, **long))
+    sizes = [exchange_bytes(config_of(hooks=each), 1024, EXPERT) for each in ("none", "bf16", "fp8")]
+    assert sizes == [sizes[0], sizes[0], sizes[0] / 2]
+
+
+def times(name: str, settings: dict[str, int], amounts: list[float], seconds: list[float]) -> Curve:
+    return curve(name, settings, "flops", amounts, [(each, each, each) for each in seconds])
+
+
+def test_the_most_similar_measured_product_tells_the_rate() -> None:
+    square = [2.0 * rows * 1024**2 for rows in (128, 4096)]
+    skinny = [4.0 * 4096 * 1024 * 8, 4.0 * 8192 * 1024 * 8]
+    curves = [
+        times("matmul", {"width": 1024}, square, [square[0] / 1e12, square[1] / 8e12]),
+        times("matmul.skinny", {"width": 1024, "columns": 8}, skinny, [each / 2e11 for each in skinny]),
+        times("attention", {"head_dim": 64, "heads": 8}, [4.0 * n**2 * 8 * 64 for n in (512, 2048)], [1e-3, 4e-3]),
+    ]
+    assert measured_rate(curves, 100, 900, 1100) == pytest.approx(1e12)
+    assert measured_rate(curves, 10000, 900, 1100) == pytest.approx(8e12)
+    assert measured_rate(curves, 4096, 1024, 10) == measured_rate(curves, 4096, 10, 1024) == pytest.approx(2e11)
+    assert measured_rate([], 1, 1, 1) is None
+    assert measured_attention(curves, 2048, 80) == pytest.approx(4 * 2048**2 * 8 * 64 / 4e-3)
+    assert measured_attention(curves[:2], 2048, 64) is None
+    device = dataclasses.replace(H100, curves=tuple(curves))
+    assert product_seconds(device, Product(4096, 1024, 1024)) == pytest.approx(square[1] / 8e12)
+    cluster = dataclasses.replace(find_cluster("h100x8"), device=device)
+    config = dataclasses.replace(config_of(), train=TrainConfig(batch_size=8, attention_kernel="xla"))
+    step = Step(config, cluster)
+    flops = work_of(config, step.tokens, "gpu")["attend"].rest
+    rate = measured_attention(curves, config.data.seq_len, config.model.qk_width)
+    assert rate is not None
+    assert [step.squares_s(each) for each in ("F", "B")] == pytest.approx([flops / rate, 2 * flops / rate])
+
+
+def test_the_slowest_of_many_devices_is_waited_for() -> None:
+    alone, many = H100.slowest_of(1, 0.01), H100.slowest_of(1000, 0.01)
+    assert alone == H100
+    assert H100.matrix_efficiency / many.matrix_efficiency == pytest.approx(1 + 0.01 * math.sqrt(2 * math.log(1000)))
