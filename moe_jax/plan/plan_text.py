@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from moe_jax.plan.forward import best_ranges
 from moe_jax.plan.placement import place
 from moe_jax.plan.planner import Plans
+from moe_jax.plan.rank_capacity import has_buffers, prices
 from moe_jax.plan.search import Candidate
 from moe_jax.plan.traffic import traffic
 
@@ -60,6 +61,7 @@ def facts(plans: Plans) -> str:
         f"traffic     leaves each device in a step: {_traffic(plans)}",
         *_ranges(plans.best),
         *_placement(plans),
+        *_buffers(plans),
         f"memory      {size(memory.total)} per device at its peak, {memory.moment}: {parts}"
         + ("; what devices have is not known" if device.memory_bytes is None else ""),
     ]
@@ -71,6 +73,21 @@ def facts(plans: Plans) -> str:
             f"at {device.dollars_per_hour} $ for an hour of a device: an assumption"
         )
     return "\n".join(lines)
+
+
+def _buffers(plans: Plans) -> list[str]:
+    """What smaller buffers of expert ranks would save; the memory of the plan itself is on its own line."""
+    if not has_buffers(plans.config):
+        return []
+    factor, load = plans.config.exchange.rank_capacity_factor, plans.config.plan.load_factor
+    name = f"exchange.rank_capacity_factor={'null' if factor is None else f'{factor:g}'}"
+    sent = "rows for the worst case are sent" if factor is None else f"{factor:g} times the rows that exist are sent"
+    known = f", for a load of {load:g}" if load > 1 else ""
+    others = [
+        f"{each.factor:g}: {seconds(each.step_s)} and {size(each.memory_bytes)}" for each in prices(plans.best.estimate)
+    ]
+    cheaper = f". This mesh with {'; '.join(others)}; others may be faster then" if others else ""
+    return [f"buffers     {name}: {sent}{known}{cheaper}. Rows beyond a buffer are dropped"]
 
 
 def _placement(plans: Plans) -> list[str]:

@@ -26,9 +26,9 @@ from moe_jax.plan.step_shape import step_shape
 from moe_jax.plan.task_times import Linear, TaskTimes, Transfer, owner_of
 from moe_jax.plan.work import (
     ITEM_BYTES,
+    busiest_rows,
     computed_keys,
     exchange_bytes,
-    expert_rows,
     has_ring,
     logit_chunk,
     work_of,
@@ -221,7 +221,7 @@ class Step:
         products = block_products(self.config, tokens, self.tensor, self.experts.ranks)
         of_kind = dict(zip(model.block_kinds, owned[1:-1], strict=True))
         passes = self._item * tokens * model.hidden_size
-        hidden = expert_rows(model, tokens) * (model.hidden_size + 2 * model.moe.intermediate_size)
+        hidden = busiest_rows(self.config, tokens) * (model.hidden_size + 2 * model.moe.intermediate_size)
         row_passes = [each * self._item * hidden / 3 for each in _ROW_PASSES]
         if model.moe.expert_matmuls == "fp8":
             row_passes = [each + rounded * hidden for each, rounded in zip(row_passes, _ROUNDED_BYTES, strict=True)]
