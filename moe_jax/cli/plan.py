@@ -11,7 +11,7 @@ from pathlib import Path
 
 from moe_jax.config import DataConfig, ModelConfig
 from moe_jax.config.draft import open_draft
-from moe_jax.config.ranges import check_number
+from moe_jax.config.ranges import Range, check_number
 from moe_jax.config.validate.ranges import RANGES
 from moe_jax.config.yaml_io import load_draft, to_yaml
 from moe_jax.errors import CommandParser, ConfigError, run_command
@@ -26,6 +26,8 @@ from moe_jax.report.planned import compile_plans
 from moe_jax.report.plots import PlotError
 from moe_jax.report.timeline import draw, predicted_bars
 from moe_jax.telemetry.record_schema import RecordError, read_record
+
+_PRICES = Range(0, 1e6)  # dollars
 
 
 def main() -> None:
@@ -44,13 +46,19 @@ def main() -> None:
         metavar="NAME",
         required=True,
         help=f"{', '.join(PRESETS)} with a number of devices, as in h100x64, v5p-512, 4xv5e-256; "
-        "or the JSON file of a measured profile",
+        "the JSON file of a measured profile, or a YAML file that describes a cluster (docs/plan.md)",
     )
     parser.add_argument(
         "--load-factor",
         metavar="LOAD",
         help="rows of the busiest expert rank over the mean of all ranks: a number, or the folder of a run that "
         "recorded it; without it the router is balanced, and buffers have exchange.rank_capacity_factor",
+    )
+    parser.add_argument(
+        "--dollars-per-hour",
+        metavar="PRICE",
+        type=float,
+        help="the price of a device, for the cost of a billion tokens (default: a round number, see docs/plan.md)",
     )
     parser.add_argument(
         "--compile",
@@ -67,6 +75,10 @@ def main() -> None:
     if not arguments.model:
         raise ConfigError("--model '' names no config: name a YAML file, e.g. configs/models/mixtral_8x7b.yaml")
     cluster = find_cluster(arguments.cluster)
+    if arguments.dollars_per_hour is not None:
+        check_number("--dollars-per-hour", arguments.dollars_per_hour, _PRICES)
+        device = dataclasses.replace(cluster.device, dollars_per_hour=arguments.dollars_per_hour)
+        cluster = dataclasses.replace(cluster, device=device)
     loaded = load_draft(arguments.model, arguments.overrides)
     if arguments.load_factor:
         loaded = with_load(loaded, _load(arguments.load_factor))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from moe_jax.plan.clusters.tpu import CORES
 from moe_jax.plan.forward import best_ranges
 from moe_jax.plan.placement import place
 from moe_jax.plan.planner import Plans
@@ -22,6 +23,7 @@ _COLUMNS = (
     "why not first",
 )
 _SHOWN = 8
+_KWH_PER_BILLION = 1e9 / 3.6e6  # kilowatt hours of a billion tokens, for each joule of a token
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
@@ -53,7 +55,7 @@ def facts(plans: Plans) -> str:
     device = plans.cluster.device
     parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in memory.parts.items() if num_bytes > 0)
     lines = [
-        f"cluster     {plans.cluster.devices} × {device.name}, {' and '.join(_links(plans))}",
+        f"cluster     {plans.cluster.devices} × {device.name}, {' and '.join(_links(plans))}{_chips(plans)}",
         f"step        {seconds(found.step_s)} for {found.tokens:,} tokens: compute {seconds(busy.compute)}, exchanges "
         f"{seconds(busy.exchange)}, sums of gradients {seconds(busy.sums)}, optimiser {seconds(busy.update)}; "
         f"{seconds(busy.exposed)} of communication exposed"
@@ -66,11 +68,15 @@ def facts(plans: Plans) -> str:
         + ("; what devices have is not known" if device.memory_bytes is None else ""),
     ]
     if found.joules_per_token is not None:
-        lines.append(f"energy      {found.joules_per_token:.3g} J per token, at full load of all devices")
+        kwh = found.joules_per_token * _KWH_PER_BILLION
+        lines.append(
+            f"energy      {found.joules_per_token:.3g} J per token, {kwh:,.3g} kWh per billion tokens, if each device draws "
+            f"the {device.watts:g} W of its data sheet"
+        )
     if found.dollars_per_billion_tokens is not None:
         lines.append(
-            f"cost        {dollars(found.dollars_per_billion_tokens)} $ per billion tokens, "
-            f"at {device.dollars_per_hour} $ for an hour of a device: an assumption"
+            f"cost        {dollars(found.dollars_per_billion_tokens)} $ per billion tokens, at "
+            f"{device.dollars_per_hour:g} $ for an hour of a device (--dollars-per-hour; presets assume prices of 2025)"
         )
     return "\n".join(lines)
 
@@ -122,6 +128,17 @@ def _ranges(best: Candidate) -> list[str]:
         f"ranges      a block's forward pass takes {scheduled} as scheduled, {uncut} uncut, "
         f"{fastest} with only its best ranges cut: {', '.join(cut)}"
     ]
+
+
+def _chips(plans: Plans) -> str:
+    """What the name of a slice counts, where Google's names count something else."""
+    levels, cores = plans.cluster.levels, CORES.get(plans.cluster.device.name, 1)
+    if cores == 1:
+        return ""
+    name = plans.cluster.device.name.removeprefix("TPU ")
+    return (
+        f"; devices are chips, so a slice is a {name}-{cores * levels[0].devices} in Google's names, which count cores"
+    )
 
 
 def _links(plans: Plans) -> Sequence[str]:

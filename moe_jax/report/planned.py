@@ -47,7 +47,7 @@ class CompiledPlan:
 
 def target_of(cluster: Cluster) -> Target:
     """Return the compile target for a cluster. Raises TargetError if there is none."""
-    kind = next((kind for kind, preset in PRESETS.items() if preset.device == cluster.device), None)
+    kind = next((kind for kind, preset in PRESETS.items() if preset.device.name == cluster.device.name), None)
     if kind is None:
         raise TargetError(
             f"--compile: {cluster.name} is no preset, and no compiler is known for it: name one, as h100x64"
