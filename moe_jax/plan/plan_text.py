@@ -70,8 +70,8 @@ def facts(plans: Plans) -> str:
     if found.joules_per_token is not None:
         kwh = found.joules_per_token * _KWH_PER_BILLION
         lines.append(
-            f"energy      {found.joules_per_token:.3g} J per token, {kwh:,.3g} kWh per billion tokens, if each device draws "
-            f"the {device.watts:g} W of its data sheet"
+            f"energy      {found.joules_per_token:.3g} J per token, {dollars(kwh)} kWh per billion tokens, if each device "
+            f"draws the {device.watts:g} W of its data sheet"
         )
     if found.dollars_per_billion_tokens is not None:
         lines.append(
@@ -213,7 +213,7 @@ def seconds(value: float) -> str:
 
 
 def dollars(value: float) -> str:
-    """Format dollars, without cents if there are many."""
+    """Format dollars or another amount, without fractions if it is large."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
