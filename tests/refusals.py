@@ -162,6 +162,14 @@ REFUSED = {
         "train.grad_accumulation=6 (the pipeline's microbatches) is not divisible by mesh.pipeline=4, "
         "which schedule.virtual_stages=2 needs: use 4 or 8"
     ),
+    "schedule.remat=chunk": (
+        "schedule.remat=chunk repeats a model chunk's forward pass in its backward pass, which stages run, and "
+        "mesh.pipeline=1: use schedule.remat=full"
+    ),
+    "mesh.pipeline=2 schedule.pipeline=zero_bubble schedule.remat=chunk": (
+        "schedule.remat=chunk repeats a model chunk's forward pass in its backward pass, and the weight gradients of "
+        "schedule.pipeline=zero_bubble are passes after it: use schedule.remat=full, or schedule.pipeline=1f1b"
+    ),
     "mesh.pipeline=2 exchange.algorithm=ring": (
         "exchange.algorithm=ring sends from rank to rank, which waits for the devices of all mesh.pipeline=2 stages: "
         "use exchange.algorithm=flat or hier_2d"

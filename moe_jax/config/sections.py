@@ -326,7 +326,9 @@ class ScheduleConfig:
     network_gb_per_s: float | None = number(None, Range(0, FINITE, above=True))  # the same between nodes of GPUs
     task_times: str | None = None  # a file of measured seconds (plan/measured.py), used instead of estimates
     unroll: int = number(1, Range(1, BLOCKS))  # periods of blocks unrolled in one iteration of the scan over blocks
-    remat: Literal["none", "dots", "full"] = "none"  # what the backward pass recomputes, see docs/architecture.md
+    # what the backward pass recomputes, see docs/architecture.md; chunk, with pipeline stages: a model chunk's whole
+    # forward pass, exchanges included
+    remat: Literal["none", "dots", "full", "chunk"] = "none"
     # with mesh.pipeline above 1: the order in which stages process the parts of train.grad_accumulation, see
     # docs/pipelines.md; coscheduled works without stages, too: it overlaps one part's backward pass with the next
     # one's forward pass

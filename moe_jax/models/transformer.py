@@ -94,7 +94,8 @@ class ComputeConfig:
             check_exchange(exchange, Ranks(expert_axis(config.mesh), platform, per_node), mesh)
         return cls(
             dtype=config.train.compute_dtype,
-            remat=config.schedule.remat,
+            # what a chunk's backward pass computes again, it stores
+            remat="none" if config.schedule.remat == "chunk" else config.schedule.remat,
             unroll=config.schedule.unroll,
             platform=platform,
             exchange=exchange,

@@ -3,6 +3,7 @@
 The stored values are those that jax stacks for the backward loop, read off the traced step:
 - *all*: every value that a derivative reads. Plain steps, and scheduled ones on CPUs and GPUs.
 - *least*: a minimum cut of them (`step/scheduled/min_cut_remat.py`). Scheduled steps on TPUs.
+- *chunk* (`schedule.remat`): those of *all* or *least*, but only during one backward pass of a pipeline stage.
 - *dots*, *full*: the values that `schedule.remat` leaves. A plain step stores the input of a period of blocks, a
   scheduled one the input of every task: rows are not sent again.
 
@@ -95,7 +96,7 @@ def sizes_of(config: Config, platform: str, mesh: Mapping[str, int]) -> DeviceSi
 
 def mode_of(config: Config, platform: str) -> Mode:
     """The values that a config's blocks store."""
-    if config.schedule.remat != "none":
+    if config.schedule.remat in ("dots", "full"):
         return config.schedule.remat
     return "least" if platform == "tpu" and config.step_facts.orders_tasks else "all"
 

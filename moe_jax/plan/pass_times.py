@@ -136,6 +136,9 @@ class PassTimes:
         found = ChunkTimes(
             simulated(orders.forward), simulated(orders.backward), simulated(orders.weight), simulated(together)
         )
+        if self._step.config.schedule.remat == "chunk":  # its forward pass is run again
+            repeated = {name: _after(found.forward, getattr(found, name)) for name in ("backward", "together")}
+            found = found._replace(**repeated)
         added_s = self._added_s(kinds)
         longer = {
             name: _longer(getattr(found, name), added_s)
@@ -156,6 +159,10 @@ def _repeats(group: Sequence[GroupBlock]) -> tuple[tuple[int, int], ...]:
     for block in group:
         found[block.segment] = found.get(block.segment, 0) + (block.place == 0)
     return tuple(found.items())
+
+
+def _after(first: PassTime, second: PassTime) -> PassTime:
+    return PassTime(*map(sum, zip(first, second, strict=True)))
 
 
 def _longer(found: PassTime, seconds: float) -> PassTime:

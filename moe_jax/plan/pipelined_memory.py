@@ -2,8 +2,9 @@
 
 The step has buffers for the activations of forward passes, as many slots as the table needs, each large enough for any
 model chunk; sums of all gradients; and the workspace of one pass: its activations before they are in their slot, the
-workspace of a block, and a block's gradients before they are added. Compared with XLA's allocations on H100 and v5p in
-docs/plan.md.
+workspace of a block, and a block's gradients before they are added. With `schedule.remat=chunk` slots have a chunk's
+input and output, and all activations are in the workspace of a backward pass. Compared with XLA's allocations on H100
+and v5p in docs/plan.md.
 """
 
 import dataclasses
@@ -38,6 +39,8 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
         stored_bytes(sizes, no_mlp, "dense", mode, "task"),
         lambda kind: stored_bytes(sizes, model, kind, mode, "task"),
     )
+    repeats = settings.remat == "chunk"
+    residuals, slot = slot, 2 * stream if repeats else slot  # a chunk's input and output
     activations = outline.saved * slot + (outline.activations + outline.gradients + 4) * stream
     if outline.has_pairs and platform == "cpu":
         activations += slot  # copied out of its slot for a pass that also fills one
@@ -51,7 +54,7 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
     new = 4 * sum(params_by_group(params.blocks, config, mesh).values()) / (stages.chunks * blocks)
     new *= 1 if stages.chunks == 1 else 2  # and a copy of that chunk's sums
     at_work = compiler.extra_slots_of_pairs if outline.has_pairs else compiler.extra_slots
-    working = new + at_work * slot
+    working = new + at_work * slot + (residuals if repeats else 0.0)
     # sums of gradients and buffers are allocated all the time, and so without gaps
     working += working_bytes(config, sizes, compiler, mode, mesh, blocks)
     moments: dict[Moment, dict[str, float]] = {

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
 
 from moe_jax.config import Config
 from moe_jax.config.draft import Draft
@@ -34,7 +33,8 @@ from moe_jax.plan.stage_parameters import stage_parameters_of
 
 _MEMORY_LEFT = 0.06  # share of a device's memory for the runtime and errors of the estimate
 _PARTS = 4  # how many numbers of parts of the batch are tried with pipeline stages
-_REMATS: tuple[Literal["none", "dots", "full"], ...] = ("none", "dots", "full")
+_REMATS = ("none", "dots", "full", "chunk")  # the last one only with stages
+_LEAST_REMATS = ("full", "chunk")  # what needs least memory, without and with stages
 _ZEROS = (0, 1, 2)
 _FORMS = (("o1", 1), ("o2", 2), ("o2", 4), ("o3", 2), ("o3", 4))
 
@@ -261,11 +261,13 @@ class PlanSearch:
 
     def fits_at_all(self, base: Config) -> bool:
         """Whether the config fits with all ways to save memory."""
-        return any(self._fits_somehow(base, zero, "full") for zero in _ZEROS)
+        return any(self._fits_somehow(base, *saving) for saving in itertools.product(_ZEROS, _LEAST_REMATS))
 
     def least(self, base: Config) -> StepMemory:
         """The memory of the config with all ways to save memory."""
-        configs = dict.fromkeys(each for zero in _ZEROS for each in self._least(base, zero, "full"))
+        configs = dict.fromkeys(
+            each for zero in _ZEROS for remat in _LEAST_REMATS for each in self._least(base, zero, remat)
+        )
         return min(map(self.memory, configs), key=lambda memory: memory.total)
 
     def _fits_somehow(self, base: Config, zero: int, remat: str) -> bool:

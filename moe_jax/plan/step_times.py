@@ -258,7 +258,7 @@ class Step:
         found = {kind: block(kind, part) for kind, part in of_kind.items()}
         experts = of_kind.get("moe", Owned())
         # remat of whole periods repeats their exchanges in the backward pass, where nothing overlaps with them
-        again = settings.remat != "none" and self.config.step_facts.remat_unit == "period"
+        again = settings.remat in ("dots", "full") and self.config.step_facts.remat_unit == "period"
         own = exchange_bytes(self.config, self.tokens, self.experts.ranks)
         exchanged_s = 2 * self.exchange_seconds(own) if again else 0.0
         logits = [each * tokens * model.vocab_size for each in _LOGIT_BYTES]
@@ -278,7 +278,7 @@ class Step:
         """The op with what `schedule.remat` recomputes in the backward pass: with or without its products, and all of
         its other time but `kept_s`.
         """
-        if self.config.schedule.remat == "none":
+        if self.config.schedule.remat in ("none", "chunk"):
             return times
         whole_s: dict[Direction, float] = {
             "F": times.whole_s["F"],

@@ -21,7 +21,8 @@ def traffic(config: Config, cluster: Cluster) -> dict[str, float]:
     item, ranks = ITEM_BYTES[config.train.compute_dtype], step.experts.ranks
     stages = Stages.of(config)
     rows = exchange_bytes(config, step.tokens, ranks)
-    repeats = config.schedule.remat != "none" and config.step_facts.remat_unit == "period"
+    remat = config.schedule.remat
+    repeats = remat == "chunk" or (remat != "none" and config.step_facts.remat_unit == "period")
     exchanged = 3 if repeats else 2  # forward, backward, and once more where remat recomputes exchanges
     copies = step.tensor if config.exchange.tensor_form == "replicated" else 1
     passed = (step.context - 1) * step.tokens * context_width(model, step.tensor)

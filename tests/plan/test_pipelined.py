@@ -9,7 +9,8 @@ import jax
 import pytest
 
 from moe_jax.config import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig, ScheduleConfig, TrainConfig
-from moe_jax.config.draft import Draft, sections_of
+from moe_jax.config.draft import Draft, open_draft, sections_of
+from moe_jax.config.layer_layout import Stages
 from moe_jax.config.yaml_io import load_config, load_draft
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.plan.candidates import Refused, on_meshes
@@ -24,6 +25,7 @@ from moe_jax.plan.pipelined import PipelinedStep
 from moe_jax.plan.plan_text import facts, table
 from moe_jax.plan.planner import PlanError, plan
 from moe_jax.plan.resources import parameters_per_device
+from moe_jax.plan.search import PlanSearch
 from moe_jax.plan.step_times import Step
 from moe_jax.schedule.pipelines.build import make_table
 from moe_jax.step.trainer import make_trainer
@@ -166,6 +168,37 @@ def test_activations_of_one_forward_one_backward_do_not_grow_with_the_parts() ->
     assert activations("1f1b", 8) == activations("1f1b", 64)
     assert activations("gpipe", 64) == pytest.approx(8 * activations("gpipe", 8), rel=0.02)
     assert activations("coscheduled", 64) == pytest.approx(2 * activations("1f1b", 64), rel=0.15)
+
+
+def test_chunks_that_are_run_again_store_their_ends_and_take_a_forward_pass_more() -> None:
+    kept, again = (config_of(remat=remat) for remat in ("none", "chunk"))
+    memory, whole = (step_memory(config, "gpu") for config in (again, kept))
+    tokens, width = 1024, again.model.hidden_size
+    ends, others = 2 * 4 * 2 * tokens * width, 6 * 2 * tokens * width  # of four parts; received, sent and in flight
+    assert memory.activations == ends + others
+    residuals = (whole.activations - others) / 4
+    assert memory.working - whole.working == pytest.approx(residuals, rel=1e-6)
+    times = [PassTimes(Step(each, H100S), split=False, pairs=False) for each in (kept, again)]
+    before, after = (each.chunk(Stages.of(kept).groups[0]) for each in times)
+    assert after.forward == before.forward
+    for name in ("seconds", "compute", "exchange"):
+        both = getattr(before.forward, name) + getattr(before.backward, name)
+        assert getattr(after.backward, name) == pytest.approx(both)
+
+
+def test_the_published_mesh_of_deepseek_v3_fits() -> None:
+    """2,048 H800 with 80 GB in 16 stages of 64 expert ranks, balanced, with both orders of its passes."""
+    given = [
+        "mesh.data=2",
+        "mesh.expert=64",
+        "mesh.pipeline=16",
+        "train.batch_size=15360",
+        "train.grad_accumulation=120",
+    ]
+    for order in ("1f1b", "coscheduled"):
+        settings = [*given, f"schedule.pipeline={order}", "optimizer.zero=1", "exchange.rank_capacity_factor=1.0"]
+        config = load_config(str(ROOT / "configs/models/deepseek_v3.yaml"), [*settings, "schedule.remat=chunk"])
+        assert PlanSearch(open_draft(config), find_cluster("h800x2048"), 1.0).fits(step_memory(config, "gpu"))
 
 
 @pytest.mark.parametrize("layers", [4, 5])

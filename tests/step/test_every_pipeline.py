@@ -14,6 +14,10 @@ from tests.step.pipeline_settings import ARRAY
 PIECES = "schedule.policy=expert_pipeline schedule.microbatches=8 model.moe.capacity_factor=0.3"  # 3 slots of an expert
 OTHERS = {
     "no experts": "model.num_layers=2 model.moe.num_experts=0 train.loss_chunk=5 mesh.data=2 mesh.expert=1",
+    "chunks' forward passes again": "model.num_layers=4 schedule.virtual_stages=2 schedule.pipeline=interleaved "
+    "schedule.remat=chunk model.moe.first_k_dense_replace=1",
+    "and beside the next ones": "model.num_layers=2 schedule.pipeline=coscheduled schedule.remat=chunk "
+    "model.moe.gate=noisy model.moe.top_k=3",
     "a shorter last stage": "model.num_layers=4 schedule.head_blocks=1",
     "context ranks with all experts": "model.num_layers=3 mesh.context=2 exchange.context_form=all_gather",
     "empty pieces of slots": f"model.num_layers=2 schedule.pipeline=zero_bubble {PIECES}",

@@ -45,6 +45,16 @@ def check_pipeline(config: Sections) -> None:
             f"schedule.virtual_stages={chunks} leaves nothing to interleave with schedule.pipeline={name}: "
             f"use schedule.virtual_stages={facts.least_chunks} or more, or schedule.pipeline=1f1b"
         )
+    if settings.remat == "chunk" and (facts.split_weight_grad or not config.step_facts.has_ticks):
+        problem = (
+            f"and the weight gradients of schedule.pipeline={name} are passes after it"
+            if facts.split_weight_grad
+            else "which stages run, and mesh.pipeline=1"
+        )
+        raise ConfigError(
+            f"schedule.remat=chunk repeats a model chunk's forward pass in its backward pass, {problem}: "
+            f"use schedule.remat=full{', or schedule.pipeline=1f1b' if facts.split_weight_grad else ''}"
+        )
     parts = config.train.grad_accumulation
     if chunks > 1 and parts % stages:
         raise ConfigError(

@@ -33,6 +33,7 @@ from moe_jax.step.pipelined.buffers import SlotBuffers, get, put, with_own_layou
 from moe_jax.step.pipelined.build import PipelinedPlan
 from moe_jax.step.pipelined.embed_and_head import embedded, embedding_gradient, head_gradients, share_of_loss
 from moe_jax.step.pipelined.model_chunk import ForwardResult, InputGradient, ModelChunk
+from moe_jax.step.pipelined.repeated_chunk import RepeatedChunk
 from moe_jax.step.pipelined.stage_params import add_gradients, weights_of, zero_gradients
 from moe_jax.step.pipelined.tick_table import PASS_SCOPE, Row, TickPass, rows_of
 from moe_jax.step.scheduled.scan_residuals import BlockConsts
@@ -69,14 +70,16 @@ class PipelineStage:
         )
         _, sequences, length = self.tokens.input_Bn.shape
         self._x_bND = jax.ShapeDtypeStruct((sequences, length, config.model.hidden_size), jnp.dtype(compute.dtype))
-        self.chunks = []
+        self.chunks: list[ModelChunk | RepeatedChunk] = []
         for number, orders in enumerate(plan.orders):
             tokens, first_block = sequences * length, plan.first_block(number)
             dims = StepDims(config, compute, orders.shape, context.global_tokens, tokens, first_block)
             consts = jax.eval_shape(
                 functools.partial(self._consts, number), TickPass(*(jnp.int32(0),) * len(TickPass._fields))
             )
-            self.chunks.append(ModelChunk(dims, orders, self._x_bND, consts))
+            chunk = ModelChunk(dims, orders, self._x_bND, consts)
+            repeats = config.schedule.remat == "chunk"
+            self.chunks.append(RepeatedChunk(chunk, self._x_bND) if repeats else chunk)
         residuals = [chunk.saved_shapes for chunk in self.chunks]
         buffered = [chunk.buffered_shapes for chunk in self.chunks]
         self.saved, self.taken = SlotBuffers(residuals, plan.slots.saved.num_slots), SlotBuffers(residuals, 1)
@@ -246,7 +249,7 @@ class PipelineStage:
 
     def _input_gradient(self, number: int, state: State, work: TickPass) -> State:
         dx_bND, residuals = get(state.gradients, work.received), self._residuals(state, work, number)
-        done = self.chunks[number].input_gradient(dx_bND, self._consts(number, work), residuals)
+        done = self._split_chunk(number).input_gradient(dx_bND, self._consts(number, work), residuals)
         return self._with_input_gradient(state, work, number, done, residuals)
 
     def _with_input_gradient(
@@ -262,7 +265,8 @@ class PipelineStage:
         )
 
     def _weight_gradients(self, number: int, state: State, work: TickPass) -> State:
-        chunk, consts, residuals = self.chunks[number], self._consts(number, work), self._residuals(state, work, number)
+        chunk, consts = self._split_chunk(number), self._consts(number, work)
+        residuals = self._residuals(state, work, number)
         reused = self.saved.read_reused(state.saved, number, work.saved, chunk.buffer_slots)
         buffered = self.weight.read(state.weight, number, work.weight)
         return self._with_gradients(state, work, number, chunk.weight_gradients(consts, residuals, reused, buffered))
@@ -305,8 +309,14 @@ class PipelineStage:
         return self.plan.structure_of(self.plan.table.stages - 1, self.plan.table.chunks - 1)
 
     @property
-    def _top(self) -> ModelChunk:
+    def _top(self) -> ModelChunk | RepeatedChunk:
         return self.chunks[self._top_structure]
+
+    def _split_chunk(self, number: int) -> ModelChunk:
+        """Return a chunk whose weight gradients are separate. The config rules out `remat=chunk` for those."""
+        chunk = self.chunks[number]
+        assert isinstance(chunk, ModelChunk)
+        return chunk
 
     def _tokens(self, work: TickPass) -> OwnTokens:
         return OwnTokens(*(get(x_Mbn, work.microbatch) for x_Mbn in self.tokens))
