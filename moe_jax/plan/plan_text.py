@@ -70,8 +70,8 @@ def facts(plans: Plans) -> str:
     if found.joules_per_token is not None:
         kwh = found.joules_per_token * _KWH_PER_BILLION
         lines.append(
-            f"energy      {found.joules_per_token:.3g} J per token, {dollars(kwh)} kWh per billion tokens, if each device "
-            f"draws the {device.watts:g} W of its data sheet"
+            f"energy      {found.joules_per_token:.3g} J per token, {dollars(kwh)} kWh per billion tokens, if each "
+            f"device draws the {device.watts:g} W of its data sheet"
         )
     if found.dollars_per_billion_tokens is not None:
         lines.append(

@@ -271,7 +271,14 @@ class PlanSearch:
         return min(map(self.memory, configs), key=lambda memory: memory.total)
 
     def _fits_somehow(self, base: Config, zero: int, remat: str) -> bool:
-        return any(self.fits(self.memory(each)) for each in self._least(base, zero, remat))
+        limit = self.cluster.device.memory_bytes
+        for each in self._least(base, zero, remat):
+            memory = self.memory(each)
+            if self.fits(memory):
+                return True
+            if limit is not None and self.memory_factor * memory.state > limit:
+                return False  # parameters and moments are the same in all of them
+        return False
 
     def _least(self, base: Config, zero: int, remat: str) -> Iterator[Config]:
         """Configs that need least memory: more parts are smaller, but their gradients are summed in a copy."""
