@@ -1,7 +1,7 @@
 """Predicted against published times of collectives: python profiling/published_links.py
 
 The rows of published_links.yaml are predicted for their preset (plan/clusters). Takes seconds. Writes
-results/published_links.json, which docs/plan.md shows.
+results/published_links.json, and prints the tables of docs/published.md.
 """
 
 import statistics
@@ -35,27 +35,54 @@ def compared(link: dict[str, Any]) -> dict[str, Any]:
     return link | {"predicted_us": predicted, "median_error": rounded(statistics.median(map(abs, errors)))}
 
 
+def of_presets(links: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Return the median error of the points of each preset; None if none was found."""
+    presets: dict[str, list[float]] = {name: [] for name in PRESETS if name != "cpu"}
+    for link in links:
+        preset = max((name for name in presets if link["cluster"].startswith(name)), key=len)
+        presets[preset] += [abs(a / b - 1) for a, b in zip(link["predicted_us"], link["us"], strict=True)]
+    return {name: rounded(statistics.median(errors)) if errors else None for name, errors in presets.items()}
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the rows as a Markdown table: ratios of predicted to published times, by size."""
+    lines = [
+        "| devices | collective | source | predicted / published, by bytes | median error |",
+        "|---|---|---|---|---|",
+    ]
+    for link in result["links"]:
+        points = zip(link["bytes"], link["predicted_us"], link["us"], strict=True)
+        ratios = ", ".join(f"{size_words(num_bytes)}: {found / us:.2f}" for num_bytes, found, us in points)
+        lines.append(
+            f"| {link['ranks']} of {link['cluster']} | {link['collective']} | {link['source']} | {ratios} | "
+            f"{100 * link['median_error']:.0f} % |"
+        )
+    return "\n".join(lines)
+
+
+def size_words(num_bytes: float) -> str:
+    """Return a size in words."""
+    for name, unit in (("G", 2**30), ("M", 2**20)):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.3g}{name}"
+    return f"{num_bytes / 2**10:.3g}k"
+
+
 def main() -> None:
     """Predict all rows and write the results."""
     CommandParser(prog="python profiling/published_links.py", description=__doc__).parse_args()
     given = yaml.safe_load(LINKS.read_text())
     found = [compared(link) for link in given["links"]]
-    presets: dict[str, list[float]] = {name: [] for name in PRESETS if name != "cpu"}
-    for link in found:
-        preset = max((name for name in presets if link["cluster"].startswith(name)), key=len)
-        presets[preset] += [abs(a / b - 1) for a, b in zip(link["predicted_us"], link["us"], strict=True)]
-    medians = {name: rounded(statistics.median(errors)) if errors else None for name, errors in presets.items()}
-    every = [error for errors in presets.values() for error in errors]
-    write_result(
-        "published_links",
-        {
-            "sources": given["sources"],
-            "links": found,
-            "median_error_of_presets": medians,
-            "median_error": rounded(statistics.median(every)),
-            "points": len(every),
-        },
-    )
+    every = [abs(a / b - 1) for link in found for a, b in zip(link["predicted_us"], link["us"], strict=True)]
+    result = {
+        "sources": given["sources"],
+        "links": found,
+        "median_error_of_presets": of_presets(found),
+        "median_error": rounded(statistics.median(every)),
+        "points": len(every),
+    }
+    write_result("published_links", result)
+    print(table(result))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
 """Predictions for published training runs: python profiling/published_runs.py [--best]
 
-Each run of published_runs.yaml is predicted on its own mesh; with --best, the best plan for its model, batch and
-cluster is searched, too, which takes minutes. Writes results/published_runs.json, which docs/plan.md shows.
-
-Estimated constants of the presets (plan/clusters) may have been chosen by the even rows, from 0 up. The odd rows judge
-them.
+Each run of published_runs.yaml is predicted on its own mesh; with --best, the best plan for the model, batch and
+cluster of some of them is searched, too, which takes tens of minutes. Writes results/published_runs.json, and prints
+the table of docs/published.md.
 """
 
 import dataclasses
@@ -36,11 +34,11 @@ _FREE = ("mesh", "schedule", "exchange", "optimizer", "train.grad_accumulation")
 
 def settings_of(run: dict[str, Any]) -> list[str]:
     """Return the settings of a run."""
-    return [*run.get("mesh", "").split(), *run["settings"].split(), _BALANCED]
+    return [*run["mesh"].split(), *run["settings"].split(), _BALANCED]
 
 
 def config_of(run: dict[str, Any]) -> Config:
-    """Return the config of a run with a mesh of its own."""
+    """Return the config of a run."""
     return load_config(f"configs/models/{run['model']}.yaml", [*settings_of(run), "optimizer.zero=1"])
 
 
@@ -108,22 +106,17 @@ def described(found: Estimate, step_s: float) -> dict[str, Any]:
 
 
 def predicted(run: dict[str, Any], best: bool) -> dict[str, Any]:
-    """Return the prediction of a run, and of its best plan if that is wanted or the run has no mesh of its own."""
-    free = own = None
-    if best or "mesh" not in run:
-        found = planned(run)
-        free = described(found, found.step_s)
-    if "mesh" in run:
-        config = config_of(run)
-        found = estimate(config, cluster_of(run, config))
-        own = described(found, step_seconds(found))
-    used = own or free
-    assert used is not None
+    """Return the prediction of a run, and of its best plan if `best`."""
+    config = config_of(run)
+    found = estimate(config, cluster_of(run, config))
+    own = described(found, step_seconds(found))
+    free = planned(run) if best else None
     return {
         **{name: run[name] for name in ("name", "source", "cluster", "tokens_per_s")},
-        "predicted": used,
-        "ratio": rounded(used["tokens_per_s"] / run["tokens_per_s"]),
-        "best": free,
+        "has": run.get("has", []),
+        "predicted": own,
+        "ratio": rounded(own["tokens_per_s"] / run["tokens_per_s"]),
+        "best": free and described(free, free.step_s),
     }
 
 
@@ -138,22 +131,39 @@ def summary(ratios: list[float]) -> dict[str, float]:
     }
 
 
+def table(result: dict[str, Any]) -> str:
+    """Return the runs as a Markdown table."""
+    lines = [
+        "| run | source | mesh | has | published | predicted | ratio | best plan |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for run in result["runs"]:
+        own, best = run["predicted"], run["best"]
+        free = f"{best['tokens_per_s']:,.0f}: {mesh_words(best['mesh'])}" if best else ""
+        lines.append(
+            f"| {run['name']} | {run['source']} | {mesh_words(own['mesh'])} | {', '.join(run['has'])} | "
+            f"{run['tokens_per_s']:,.0f} | {own['tokens_per_s']:,.0f} | {run['ratio']:.2f} | {free} |"
+        )
+    return "\n".join(lines)
+
+
+def mesh_words(mesh: dict[str, int]) -> str:
+    """Return a mesh in words."""
+    return " ".join(f"{axis}={size}" for axis, size in mesh.items())
+
+
 def main() -> None:
     """Predict all runs and write the results."""
     parser = CommandParser(prog="python profiling/published_runs.py", description=__doc__)
-    parser.add_argument("--best", action="store_true", help="search the best plan of each run, too")
+    parser.add_argument("--best", action="store_true", help="search the best plans of some runs, too")
     best = parser.parse_args().best
     given = yaml.safe_load(RUNS.read_text())
-    found = [predicted(run, best) for run in given["runs"]]
-    halves = {"chosen_by": found[::2], "judged_by": found[1::2]}
-    write_result(
-        "published_runs",
-        {
-            "sources": given["sources"],
-            "runs": found,
-            **{name: summary([each["ratio"] for each in half]) for name, half in halves.items()},
-        },
-    )
+    found = [predicted(run, best and run.get("search", False)) for run in given["runs"]]
+    ratios = [run["ratio"] for run in found]
+    halves = {"even_rows": ratios[::2], "odd_rows": ratios[1::2], "all_rows": ratios}
+    result = {"sources": given["sources"], "runs": found, **{name: summary(each) for name, each in halves.items()}}
+    write_result("published_runs", result)
+    print(table(result))
 
 
 if __name__ == "__main__":

@@ -66,6 +66,11 @@ OTHER = {
         "| | sharded |": SETTING,
         "| | all axes |": "what `moe_jax.plan` prints",
     },
+    "published.md": {
+        **dict.fromkeys(("| rows, counted", "| run | source |", "| devices | collective |"), "tests/test_published.py"),
+        "| has | counted as |": SETTING,
+        "| source | |": SETTING,
+    },
     "recovery.md": {
         "| kind |": SETTING,
         "| wait for | time-out |": SETTING,

@@ -8,7 +8,7 @@ import pytest
 from moe_jax.errors import UserError
 from moe_jax.measure.targets import find_target
 from moe_jax.plan.cluster import ClusterProfile, write_profile
-from moe_jax.plan.clusters import PRESETS, cluster_of, find_cluster
+from moe_jax.plan.clusters import PRESETS, LinkCurve, cluster_of, find_cluster
 from moe_jax.plan.collective_costs import CollectiveCosts, DeviceGroup
 from moe_jax.plan.curves import curve
 
@@ -84,7 +84,8 @@ def test_an_all_to_all_over_more_of_a_torus_is_slower_for_each_device() -> None:
     level = find_cluster("v5p-6144").level(64)
     num_bytes = 1e9
     crossing = 64 * num_bytes * (64 / 63) / 4 / 16 / (100e9 * level.ring.efficiency)
-    assert level.exchange_seconds(num_bytes, 64) == pytest.approx(level.ring.alpha_s + crossing)
+    ramp_s = 2 * (level.ring.ramp_s * crossing) ** 0.5
+    assert level.exchange_seconds(num_bytes, 64) == pytest.approx(level.ring.alpha_s + crossing + ramp_s)
     rates = [1 / level.exchange(ranks).beta_s for ranks in (8, 64, 512)]
     assert rates == sorted(rates, reverse=True)
     assert 1 / level.line.beta_s > rates[0]
@@ -92,6 +93,35 @@ def test_an_all_to_all_over_more_of_a_torus_is_slower_for_each_device() -> None:
     assert whole.exchange(64).beta_s == pytest.approx(level.exchange(64).beta_s / 2), (
         "a whole torus has twice the links"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "gb_per_s"),
+    # of six links of 100 GB/s, as many as a chip has neighbours: one, two in a square, three in a cube; all in a torus
+    [
+        ("v5p-2", 100),
+        ("v5p-4", 200),
+        ("v5p-8", 300),
+        ("v5p-32", 300),
+        ("v5p-64", 600),
+        ("tpu7x-8", 100),
+        ("v5e-4", 100),
+    ],
+)
+def test_chips_of_small_slices_have_fewer_links(name: str, gb_per_s: float) -> None:
+    assert find_cluster(name).levels[0].bytes_per_s == pytest.approx(1e9 * gb_per_s)
+
+
+def test_messages_of_middle_size_ramp_up_and_many_nodes_congest() -> None:
+    """Twice the geometric mean of the ramp and of the time at the rate; 4 % of the rate for each doubling of nodes."""
+    line = LinkCurve(1e-5, 0.5, 4e-6)
+    level = dataclasses.replace(find_cluster("h100x8").levels[0], bytes_per_s=2e9, ring=line, all_to_all=None)
+    assert level.line.seconds(1e6) == pytest.approx(1e-5 + 1e-3 + 2 * (4e-6 * 1e-3) ** 0.5)
+    assert level.line.seconds(1e6, parts=2) == level.line.seconds(5e5)
+    cluster = find_cluster("h100x512")
+    near, far = (cluster.level(devices).bytes_per_s for devices in (16, 512))
+    assert near == 50e9
+    assert near / far == pytest.approx(1 + 5 * cluster.levels[1].congestion)
 
 
 @pytest.mark.parametrize(

@@ -135,3 +135,19 @@ def test_other_groups_take_as_long_for_as_many_bytes_over_the_same_links() -> No
     assert fabric.ring(7.5e6, DeviceGroup(4, 4)) == pytest.approx(3e-2)
     scattered = DeviceGroup(4, 2, rows=2, row_stride=4)  # stages between the rows: two in each node, too
     assert fabric.exchange(1e7, scattered).seconds == pytest.approx(1e-2)
+
+
+def test_hierarchies_win_where_messages_are_many_and_small() -> None:
+    """As Piper found for HALO on 64 dies of Frontier; long messages are best sent directly."""
+    costs = CollectiveCosts(find_cluster("mi250x-64"))
+    assert costs.exchange(1e6, DeviceGroup(64, 1)).algorithm == "halo"
+    assert costs.exchange(1e9, DeviceGroup(64, 1)).algorithm == "flat"
+
+
+def test_every_part_of_a_ring_passes_through_every_node() -> None:
+    """Over two nodes of eight, 15/16 of all bytes cross eight adapters, not the half of another node."""
+    cluster = find_cluster("h100x16")
+    between = cluster.level(16)
+    beta_s = 1 / (8 * between.bytes_per_s * between.ring.efficiency)
+    found = CollectiveCosts(cluster).ring(15e9, DeviceGroup(16, 1))
+    assert found - between.line.alpha_s == pytest.approx(15e9 * beta_s, rel=0.1)
