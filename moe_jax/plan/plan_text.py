@@ -23,6 +23,7 @@ _COLUMNS = (
     "why not first",
 )
 _SHOWN = 8
+_WORTH_PRINTING = 0.99  # of the planned forward pass: ranges that save less are not printed
 _KWH_PER_BILLION = 1e9 / 3.6e6  # kilowatt hours of a billion tokens, for each joule of a token
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
@@ -113,20 +114,23 @@ def _traffic(plans: Plans) -> str:
 
 
 def _ranges(best: Candidate) -> list[str]:
-    """The ranges of the forward pass that are worth splitting, if any."""
+    """The ranges of the forward pass that would be worth splitting, if they are faster than the plan's schedule.
+
+    Training splits the same ops in every block, so these ranges are a bound for it, not a plan.
+    """
     if not best.config.schedule.pipeline_facts.needs_stages:  # its forward pass overlaps with a backward pass
         return []
     found = best_ranges(best.estimate)
     cut = [f"{first} to {last} in {parts} parts ({count} ×)" for (first, last, parts), count in found.cut.items()]
-    if not cut:
+    if not cut or found.best.seconds >= _WORTH_PRINTING * found.scheduled_s:
         return []
     blocks = len(best.estimate.timeline.schedule.shape.kinds)
     scheduled, uncut, fastest = (
         seconds(whole / blocks) for whole in (found.scheduled_s, found.uncut_s, found.best.seconds)
     )
     return [
-        f"ranges      a block's forward pass takes {scheduled} as scheduled, {uncut} uncut, "
-        f"{fastest} with only its best ranges cut: {', '.join(cut)}"
+        f"ranges      not trained: a block's forward pass takes {scheduled} as planned, {uncut} uncut, and would take "
+        f"{fastest} if each range of ops had its own number of parts: {', '.join(cut)}"
     ]
 
 

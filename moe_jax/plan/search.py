@@ -30,13 +30,13 @@ from moe_jax.plan.least_time import least_step_s
 from moe_jax.plan.memory import StepMemory, step_memory
 from moe_jax.plan.resources import parameters_per_device
 from moe_jax.plan.stage_parameters import stage_parameters_of
+from moe_jax.plan.tensor_forms import tensor_forms
 
 _MEMORY_LEFT = 0.06  # share of a device's memory for the runtime and errors of the estimate
 _PARTS = 4  # how many numbers of parts of the batch are tried with pipeline stages
-_REMATS = ("none", "dots", "full", "chunk")  # the last one only with stages
-_LEAST_REMATS = ("full", "chunk")  # what needs least memory, without and with stages
+_REMATS = ("none", "dots", "full")
+_STAGED_REMATS = (*_REMATS, "chunk")
 _ZEROS = (0, 1, 2)
-_FORMS = (("o1", 1), ("o2", 2), ("o2", 4), ("o3", 2), ("o3", 4))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +145,7 @@ class PlanSearch:
 
         More parts of the batch are less efficient each, but leave stages less idle.
         """
-        for remat, zero in itertools.product(_REMATS, _ZEROS):
+        for remat, zero in itertools.product(_STAGED_REMATS, _ZEROS):
             if not self._fits_somehow(base, zero, remat):
                 continue
             fitting = (each for each in self._saving(base, zero, remat) if self.fits(self.memory(each)))
@@ -171,8 +171,7 @@ class PlanSearch:
         if best.config.schedule.grad_reduce == "bucketed":
             best = self._best_of(best, ({"schedule": {"bucket_cap_mb": chunk}} for chunk in CHUNKS_MB))
         if best.config.mesh.tensor > 1:
-            forms = ({"tensor_form": form, "tensor_chunks": chunks} for form, chunks in _FORMS)
-            best = self._best_of(best, ({"exchange": form} for form in forms))
+            best = self._best_of(best, ({"exchange": form} for form in tensor_forms(best.config, self.cluster)))
         if best.config.mesh.context > 1:
             best = self._best_of(best, ({"exchange": {"context_form": form}} for form in CONTEXT_FORMS))
         return dataclasses.replace(best, refined=True)
@@ -181,7 +180,7 @@ class PlanSearch:
         """Other ways to save memory, with the same number of parts of the batch, or the next smaller or larger one."""
         possible = accumulations(config)
         place = possible.index(config.train.grad_accumulation) if config.train.grad_accumulation in possible else 0
-        for zero, remat, parts in itertools.product(_ZEROS, _REMATS, possible[max(place - 1, 0) : place + 2]):
+        for zero, remat, parts in itertools.product(_ZEROS, _remats(config), possible[max(place - 1, 0) : place + 2]):
             yield {
                 "optimizer": {"zero": zero},
                 "schedule": {"remat": remat},
@@ -207,8 +206,8 @@ class PlanSearch:
 
     def _in_parts(self, base: Config, zero: int, remat: str, parts: int) -> tuple[Config, ...]:
         """Configs with these savings and this number of parts, for each guess of a schedule."""
-        if zero == 2 and parts == 1 and "optimizer.zero" in self.draft.open:
-            return ()  # the same as ZeRO 1
+        if zero == 2 and (parts == 1 or base.mesh.pipeline > 1) and "optimizer.zero" in self.draft.open:
+            return ()  # the same as ZeRO 1, or refused
         key = base, zero, remat, parts
         if key not in self._known:
             saving: Overrides = {"optimizer": {"zero": zero}, "train": {"grad_accumulation": parts}}
@@ -261,12 +260,12 @@ class PlanSearch:
 
     def fits_at_all(self, base: Config) -> bool:
         """Whether the config fits with all ways to save memory."""
-        return any(self._fits_somehow(base, *saving) for saving in itertools.product(_ZEROS, _LEAST_REMATS))
+        return any(self._fits_somehow(base, *saving) for saving in itertools.product(_ZEROS, _remats(base)[2:]))
 
     def least(self, base: Config) -> StepMemory:
         """The memory of the config with all ways to save memory."""
         configs = dict.fromkeys(
-            each for zero in _ZEROS for remat in _LEAST_REMATS for each in self._least(base, zero, remat)
+            each for zero in _ZEROS for remat in _remats(base)[2:] for each in self._least(base, zero, remat)
         )
         return min(map(self.memory, configs), key=lambda memory: memory.total)
 
@@ -292,3 +291,8 @@ def _first_guesses(configs: Iterable[Config]) -> Iterator[Config]:
     """The first config with each number of parts."""
     for _, alike in itertools.groupby(configs, key=lambda config: config.train.grad_accumulation):
         yield next(alike)
+
+
+def _remats(config: Config) -> tuple[str, ...]:
+    """What may be recomputed on a mesh, from the least to the most."""
+    return _STAGED_REMATS if config.mesh.pipeline > 1 else _REMATS
