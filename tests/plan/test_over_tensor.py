@@ -74,8 +74,8 @@ def test_the_planner_takes_the_form_that_is_fastest(length, cut):
 
 def test_chunks_have_a_megabyte() -> None:
     """More chunks are tried for larger exchanges, and two where even these are small."""
-    settings = ["mesh.data=1", "mesh.expert=8", "mesh.tensor=2", "train.batch_size=8", "model.hidden_size=1024"]
-    for length, most in ((256, 2), (32768, 64)):
+    settings = ["mesh.data=1", "mesh.expert=8", "mesh.tensor=2", "train.batch_size=256", "model.hidden_size=1024"]
+    for length, most in ((8, 2), (32768, 64)):
         config = load_config(None, [*settings, "model.num_attention_heads=8", f"data.seq_len={length}"])
         found = {each["tensor_form"]: each["tensor_chunks"] for each in tensor_forms(config, find_cluster("h100x16"))}
         assert list(found) == ["o1", "o2", "o3"]

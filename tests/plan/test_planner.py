@@ -342,6 +342,12 @@ def test_the_text_tells_all_of_it() -> None:
     assert refusals(plans).startswith("refused: ") or not plans.refused
 
 
+def test_dense_models_try_no_policy_that_cuts_slots_of_experts() -> None:
+    draft = load_draft(None, [*SMALL, "model.moe.num_experts=0", "schedule.policy=auto", "schedule.microbatches=auto"])
+    tried = choices(draft, draft, ({"schedule": each} for each in schedules()))
+    assert {each.schedule.policy for each in tried} == {"vanilla", "unified"}
+
+
 def test_divisors() -> None:
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
     assert divisors(1) == [1]
