@@ -85,7 +85,8 @@ def test_little_memory_makes_a_plan_recompute_or_cut_the_batch() -> None:
     config = config_of(layers=8, batch_size=256)
     small = dataclasses.replace(H100S, device=dataclasses.replace(H100S.device, memory_bytes=int(6e9)))
     roomy, tight = planned(layers=8, batch_size=256).best, plan(open_draft(config), small).best
-    assert not roomy.saves_memory
+    # shards of moments may be faster, too
+    assert (roomy.config.schedule.remat, roomy.config.train.grad_accumulation) == ("none", 1)
     assert tight.saves_memory
     assert tight.memory.total < 6e9
     assert tight.estimate.step_s > roomy.estimate.step_s
