@@ -28,3 +28,11 @@ def test_planning_takes_as_long_as_the_pages_say() -> None:
     page = re.search(r"plans in (\d+) s, Kimi K2 on 6,144 v5p in (\d+) s", (ROOT / "docs/plan.md").read_text())
     assert page
     assert [int(each) for each in page.groups()] == [round(deepseek["cpu_s"]), round(kimi["cpu_s"])]
+    summary = re.search(
+        r"\| (\d+) s and (\d+) s on .* for ([\d,]+) and ([\d,]+) meshes", (ROOT / "docs/results.md").read_text()
+    )
+    assert summary
+    assert [int(each.replace(",", "")) for each in summary.groups()] == [
+        *(round(each["cpu_s"]) for each in (deepseek, kimi)),
+        *(each["meshes"] for each in (deepseek, kimi)),
+    ]
