@@ -1,8 +1,9 @@
 """The search on one mesh: first what fits into memory, then schedules, bucket sizes and forms for the best ones."""
 
+import bisect
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from moe_jax.config import Config
@@ -200,9 +201,23 @@ class PlanSearch:
         return self._best_of(best, ({"train": {"grad_accumulation": parts}} for parts in more[:_PARTS]))
 
     def _saving(self, base: Config, zero: int, remat: str) -> Iterator[Config]:
-        """Configs with these savings, in ever smaller parts of the batch."""
-        for parts in accumulations(base):
+        """Configs with these savings, in ever smaller parts of the batch, from the largest that fit on."""
+        possible = accumulations(base)
+        for parts in possible[self._first_fitting(base, zero, remat, possible) :]:
             yield from self._in_parts(base, zero, remat, parts)
+
+    def _first_fitting(self, base: Config, zero: int, remat: str, possible: Sequence[int]) -> int:
+        """The index of the fewest parts that fit. Smaller parts need less memory, except that one part adds nothing."""
+
+        def fits(index: int) -> bool:
+            return any(self.fits(self.memory(each)) for each in self._in_parts(base, zero, remat, possible[index]))
+
+        if fits(0):
+            return 0
+        most = next(
+            index for index in reversed(range(len(possible))) if self._in_parts(base, zero, remat, possible[index])
+        )
+        return bisect.bisect_left(range(most), True, lo=min(1, most), key=fits)
 
     def _in_parts(self, base: Config, zero: int, remat: str, parts: int) -> tuple[Config, ...]:
         """Configs with these savings and this number of parts, for each guess of a schedule."""
