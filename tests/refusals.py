@@ -404,6 +404,7 @@ REFUSED = {
     ),
     "migration.replicas=-1": "migration.replicas=-1 must be at least 0",
     "migration.threshold=0.5": "migration.threshold=0.5 must be at least 1",
+    "plan.load_factor=0.9": "plan.load_factor=0.9 must be at least 1",
     "exchange.rank_capacity_factor=0.9": "exchange.rank_capacity_factor=0.9 must be at least 1 (or null)",
     "exchange.algorithm=ragged": (
         "exchange.algorithm=ragged sends microbatches, which schedule.policy=vanilla does not have: "

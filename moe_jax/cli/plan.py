@@ -3,23 +3,31 @@
 python -m moe_jax.plan --model FILE --cluster h100x64
 """
 
+import dataclasses
 import io
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from moe_jax.config import DataConfig, ModelConfig
 from moe_jax.config.draft import open_draft
+from moe_jax.config.ranges import Range, check_number
+from moe_jax.config.validate.ranges import RANGES
 from moe_jax.config.yaml_io import load_draft, to_yaml
 from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.files.atomic import check_writable, reason, write_together
 from moe_jax.measure.provenance import origin
+from moe_jax.plan.batch_size import batch_size_of
 from moe_jax.plan.clusters import PRESETS, find_cluster
 from moe_jax.plan.plan_text import plan_text, seconds
 from moe_jax.plan.planner import Plans, plan
+from moe_jax.plan.rank_capacity import with_load
 from moe_jax.report.planned import compile_plans
 from moe_jax.report.plots import PlotError
 from moe_jax.report.timeline import draw, predicted_bars
+from moe_jax.telemetry.record_schema import RecordError, read_record
+
+_PRICES = Range(0, 1e6)  # dollars
 
 
 def main() -> None:
@@ -38,7 +46,19 @@ def main() -> None:
         metavar="NAME",
         required=True,
         help=f"{', '.join(PRESETS)} with a number of devices, as in h100x64, v5p-512, 4xv5e-256; "
-        "or the JSON file of a measured profile",
+        "the JSON file of a measured profile, or a YAML file that describes a cluster (docs/plan.md)",
+    )
+    parser.add_argument(
+        "--load-factor",
+        metavar="LOAD",
+        help="rows of the busiest expert rank over the mean of all ranks: a number, or the folder of a run that "
+        "recorded it; without it the router is balanced, and buffers have exchange.rank_capacity_factor",
+    )
+    parser.add_argument(
+        "--dollars-per-hour",
+        metavar="PRICE",
+        type=float,
+        help="the price of a device, for the cost of a billion tokens (default: a round number, see docs/plan.md)",
     )
     parser.add_argument(
         "--compile",
@@ -55,7 +75,13 @@ def main() -> None:
     if not arguments.model:
         raise ConfigError("--model '' names no config: name a YAML file, e.g. configs/models/mixtral_8x7b.yaml")
     cluster = find_cluster(arguments.cluster)
+    if arguments.dollars_per_hour is not None:
+        check_number("--dollars-per-hour", arguments.dollars_per_hour, _PRICES)
+        device = dataclasses.replace(cluster.device, dollars_per_hour=arguments.dollars_per_hour)
+        cluster = dataclasses.replace(cluster, device=device)
     loaded = load_draft(arguments.model, arguments.overrides)
+    if arguments.load_factor:
+        loaded = with_load(loaded, _load(arguments.load_factor))
     if loaded.plan.cluster not in (None, arguments.cluster):
         raise ConfigError(
             f"plan.cluster={loaded.plan.cluster} contradicts --cluster {arguments.cluster}: use plan.cluster=null"
@@ -70,6 +96,10 @@ def main() -> None:
         print("\n" * bool(printed) + text, flush=True)
         printed.append(text)
 
+    if not loaded.open and "train.batch_size" not in overridden:
+        batch = batch_size_of(draft, cluster, arguments.model)
+        draft = dataclasses.replace(draft, train=dataclasses.replace(draft.train, batch_size=batch.sequences))
+        report(batch.text)
     if arguments.compile:
         plans = compile_plans(draft, cluster, report).plans
     else:
@@ -77,6 +107,32 @@ def main() -> None:
         report(plan_text(plans))
     if arguments.out:
         _write(plans, "\n\n".join(printed), arguments.out)
+
+
+def _load(text: str) -> float:
+    """The load factor that `--load-factor` gives: a number, or that of the last record of a run's folder.
+
+    A run records single experts, of its worst block, so its load is an upper bound for ranks with several experts.
+    """
+    try:
+        load = float(text)
+    except ValueError:
+        load = _recorded_load(text)
+    check_number("--load-factor", load, RANGES["plan.load_factor"])
+    return load
+
+
+def _recorded_load(folder: str) -> float:
+    path = Path(folder) / "metrics.jsonl"
+    try:
+        lines = path.read_text("utf-8", errors="replace").splitlines()
+    except OSError:
+        raise ConfigError(f"--load-factor {folder} is no number and no folder of a run: use e.g. 1.5") from None
+    for line in reversed(lines):
+        with suppress(RecordError):
+            if (load := read_record(line).get("load_max_over_mean")) is not None:
+                return float(load)
+    raise ConfigError(f"--load-factor {folder}: its records have no load_max_over_mean: name a run with experts")
 
 
 def _check(out: Path) -> None:

@@ -24,6 +24,7 @@ class Draft(Sections):
     """Sections with some open settings. They are validated only after these settings have been chosen."""
 
     open: frozenset[str]  # a subset of `PLANNED`
+    given: frozenset[str] = frozenset()  # dotted names of all settings that a file or an override has
 
     def choose(self, base: Sections | None = None, **sections: Mapping[str, object]) -> Config:
         """Return a config with values for the open settings; values for other settings are ignored.
@@ -40,7 +41,8 @@ class Draft(Sections):
 
 def open_draft(config: Sections, fixed: Set[str] = frozenset()) -> Draft:
     """Return a draft in which every setting that can be planned is open, except the `fixed` ones."""
-    return Draft(**sections_of(config), open=PLANNED - fixed)
+    given = config.given if isinstance(config, Draft) else frozenset()
+    return Draft(**sections_of(config), open=PLANNED - fixed, given=given)
 
 
 def sections_of(config: Sections) -> dict[str, Any]:

@@ -531,9 +531,11 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """The cluster for which `auto` settings are planned, see docs/plan.md."""
+    """The cluster and the router for which `auto` settings are planned, see docs/plan.md."""
 
     cluster: str | None = None  # h100x64, or the file of a measured profile; null: the devices of the run
+    # rows of the busiest expert rank / mean of all ranks, for experts without a capacity; 1: the router is balanced
+    load_factor: float = number(1.0, Range(1, EXPERTS))
 
 
 @dataclass(frozen=True, kw_only=True)

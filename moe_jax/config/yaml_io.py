@@ -65,7 +65,16 @@ def _closed(draft: Draft) -> Config:
 def _draft_from(values: Mapping[str, Any]) -> Draft:
     open_names: set[str] = set()
     sections = _arguments(Sections, values, "", open_names)
-    return Draft(**sections, open=frozenset(open_names))
+    return Draft(**sections, open=frozenset(open_names), given=frozenset(_given_names(values)))
+
+
+def _given_names(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted name of each setting in nested plain values."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _given_names(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
 
 
 def to_yaml(config: Config) -> str:

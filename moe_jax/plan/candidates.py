@@ -36,6 +36,7 @@ class Refused:
     mesh: str
     reason: str
     needed_bytes: float | None = None  # per device, if its memory is too small
+    parameters_alone: bool = False  # whether these are the bytes of parameters alone, which are too large already
 
 
 def with_rates(schedule: ScheduleConfig, cluster: Cluster) -> ScheduleConfig:
@@ -145,6 +146,8 @@ def choices(draft: Draft, base: Sections, overrides: Iterable[Overrides]) -> Ite
 def _chosen(draft: Draft, base: Sections, overrides: Overrides) -> Config:
     """The config with these overrides. Raises ConfigError."""
     schedule = dict(overrides.get("schedule", {}))
+    if draft.model.moe.num_experts == 0 and POLICY_FACTS.of(str(schedule.get("policy"))).cuts == "capacity":
+        raise ConfigError(f"schedule.policy={schedule['policy']} cuts slots of experts, and the model has none")
     stages = overrides.get("mesh", {}).get("pipeline", base.mesh.pipeline)
     order = PIPELINE_FACTS.of(str(schedule.get("pipeline", base.schedule.pipeline)))
     if stages != 1 or not order.needs_stages:  # gradients are summed after the last tick

@@ -4,13 +4,18 @@ Models deeper than a few periods of blocks are simulated with few periods, and w
 long as the one before; each further period is assumed to take as long, too.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 from moe_jax.config import Config
+from moe_jax.config.validate import check_batch_split
+from moe_jax.errors import ConfigError
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.collective_costs import CollectiveCosts
 from moe_jax.plan.gradients import parts_of
@@ -77,10 +82,13 @@ class Estimate:
 
 
 def estimate(config: Config, cluster: Cluster) -> Estimate:
-    """Simulate a step. The mesh of `config` has the cluster's devices, and none of its axes is -1.
+    """Simulate a step on a mesh of all the cluster's devices.
 
-    Raises ScheduleError, and ConfigError if stages have too few blocks.
+    Raises ScheduleError, and ConfigError for a mesh of another number of devices, a batch that does not divide over the
+    mesh, or stages that have too few blocks.
     """
+    _check_mesh(config, cluster)
+    check_batch_split(config, config.mesh.data * config.mesh.expert)
     if config.step_facts.has_ticks:
         return _pipelined(config, cluster)
     moe, blocks = config.model.moe, config.model.num_layers
@@ -109,6 +117,36 @@ def estimate(config: Config, cluster: Cluster) -> Estimate:
     return _of(config, cluster, steps[-1], steps[-1].timeline, whole)
 
 
+def _check_mesh(config: Config, cluster: Cluster) -> None:
+    """Raise ConfigError, with the nearest mesh or cluster, unless the mesh has the cluster's devices."""
+    sizes, devices = config.mesh.sizes, cluster.devices
+    text = " × ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1) or "mesh.data=1"
+    total = math.prod(abs(size) for size in sizes.values())
+    if min(sizes.values()) > 0 and total == devices:
+        return
+    cures = [f"mesh.{axis}={size}" for axis, size in _other_sizes(config, devices)]
+    if min(sizes.values()) < 0:
+        problem = f"{text} is open, and {cluster.name} has {devices} device{'s' * (devices > 1)}"
+        cures = cures or ["a mesh of as many"]
+    else:
+        problem = f"{text} is a mesh of {total} device{'s' * (total > 1)}, and {cluster.name} has {devices}"
+        cures = [*cures[:1], f"a cluster of {total}"]
+    raise ConfigError(f"{problem}: use {', or '.join(cures)}")
+
+
+def _other_sizes(config: Config, devices: int) -> Iterator[tuple[str, int]]:
+    """Sizes of one axis with which the mesh has this many devices; of the open axis, if there is one."""
+    sizes = config.mesh.sizes
+    axes = [axis for axis, size in sizes.items() if size < 0] or list(sizes)
+    for axis in axes:
+        size, rest = divmod(devices, math.prod(abs(other) for name, other in sizes.items() if name != axis))
+        changed: dict[str, Any] = {axis: size}
+        with contextlib.suppress(ConfigError):
+            if size and not rest:
+                dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, **changed))
+                yield axis, size
+
+
 def _last_ones_alike(steps: Sequence[Step]) -> bool:
     """Whether the last period took as long as the one before."""
     before_s, last_s = (deeper.seconds["step"] - step.seconds["step"] for step, deeper in pairwise(steps[-3:]))
@@ -124,7 +162,7 @@ def _of(config: Config, cluster: Cluster, step: Step, timeline: Timeline, whole:
     """Add the optimiser's update to the seconds of the whole step."""
     update_s = step.measured.rest_s
     if update_s is None:
-        update_s = _update_seconds(config, cluster, step.collectives)
+        update_s = update_seconds(config, cluster, step.collectives)
     parts = {name: seconds for name, seconds in whole.items() if name != "step"}
     return Estimate(
         config=config,
@@ -142,7 +180,7 @@ def _measured(config: Config) -> MeasuredTimes:
     return read_times(path, config.model.block_kinds) if path else MeasuredTimes({})
 
 
-def _update_seconds(config: Config, cluster: Cluster, collectives: CollectiveCosts) -> float:
+def update_seconds(config: Config, cluster: Cluster, collectives: CollectiveCosts) -> float:
     """Seconds of the optimiser. With ZeRO each device updates its own shard of parameters, and shards are gathered."""
     parts, updated, gathered_s = parts_of(config, config.mesh.sizes), 0.0, 0.0
     for group, count in parameters_by_group(config):

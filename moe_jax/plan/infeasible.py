@@ -22,16 +22,22 @@ _SHORTER = (2, 4, 8)  # divisors for the sequence length
 
 def too_large(search: PlanSearch, base: Config) -> Refused | None:
     """The memory that a mesh needs, and its largest item, if the model does not fit on it in any way; else None."""
-    memory, limit = search.least(base), search.cluster.device.memory_bytes
-    if limit is None or search.fits(memory):
+    limit, mesh = search.cluster.device.memory_bytes, mesh_text(base.mesh.sizes, base.mesh.experts_over_context)
+    if limit is None:
         return None
+    if (parameters := search.memory_factor * search.parameter_bytes(base)) > limit:
+        reason = f"needs {parameters / 1e9:.1f} of {limit / 1e9:.1f} GB at least, for parameters alone"
+        return Refused(mesh, reason, parameters, parameters_alone=True)
+    if search.fits_at_all(base):
+        return None
+    memory = search.least(base)
     largest = max(memory.parts, key=lambda name: memory.parts[name])
     needed = search.memory_factor * memory.total
     reason = (
         f"needs {needed / 1e9:.1f} of {limit / 1e9:.1f} GB at least, "
         f"{memory.parts[largest] / 1e9:.1f} of them {largest}"
     )
-    return Refused(mesh_text(base.mesh.sizes, base.mesh.experts_over_context), reason, needed)
+    return Refused(mesh, reason, needed)
 
 
 def no_plan_message(search: PlanSearch, refused: list[Refused]) -> str:
@@ -40,7 +46,7 @@ def no_plan_message(search: PlanSearch, refused: list[Refused]) -> str:
     if not too_large:
         reason = f"{refused[0].mesh}: {refused[0].reason}" if refused else _no_mesh(search.draft, search.cluster)
         return f"nothing trains on {search.cluster.name} ({reason})"
-    nearest = min(too_large, key=lambda each: each.needed_bytes or 0.0)
+    nearest = min(too_large, key=lambda each: (each.parameters_alone, each.needed_bytes or 0.0))
     return f"nothing trains on {search.cluster.name} ({nearest.mesh}: {nearest.reason}): {_cure(search)}"
 
 
@@ -55,10 +61,11 @@ def _cure(search: PlanSearch) -> str:
     for larger in _larger(search.cluster):
         if device.memory_bytes is not None and state_bytes > larger.devices * device.memory_bytes:
             continue
-        batch = dataclasses.replace(train, batch_size=train.batch_size * larger.devices // search.cluster.devices)
+        batch = dataclasses.replace(train, batch_size=-(-train.batch_size // larger.devices) * larger.devices)
         grown = dataclasses.replace(search.draft, train=batch)
         if _fits_at_all(dataclasses.replace(search, draft=grown, cluster=larger)):
-            return f"{larger.name} has enough memory, with train.batch_size={batch.batch_size}"
+            same = batch.batch_size == train.batch_size
+            return f"{larger.name} has enough memory" + ("" if same else f", with train.batch_size={batch.batch_size}")
     data = search.draft.data
     for shorter in (data.seq_len // times for times in _SHORTER if data.seq_len % times == 0):
         cut = dataclasses.replace(search.draft, data=dataclasses.replace(data, seq_len=shorter))

@@ -29,13 +29,13 @@ from moe_jax.schedule.pipelines.outline import Passes, outline_of
 class PipelinedStep:
     """A pipelined step of a config on a cluster. Raises ScheduleError, and ConfigError if there are too few blocks."""
 
-    def __init__(self, config: Config, cluster: Cluster, measured: MeasuredTimes):
+    def __init__(self, config: Config, cluster: Cluster, measured: MeasuredTimes, passes: type[PassTimes] = PassTimes):
         settings, self.parts = config.schedule, config.train.grad_accumulation
         self.step, self.stages = Step(config, cluster, measured), Stages.of(config)
         self.outline = outline_of(settings.pipeline, config.mesh.pipeline, self.parts, settings.virtual_stages)
         split = PIPELINE_FACTS[settings.pipeline].split_weight_grad
         self._sends_after_passes = split and self.outline.has_pairs
-        self._times = PassTimes(self.step, split, self.outline.has_pairs)
+        self._times = passes(self.step, split, self.outline.has_pairs)
         self._slot_s = functools.cache(self._seconds_of_slot)
         self._top = len(self.stages.groups) - 1
 

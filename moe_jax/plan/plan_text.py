@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
+from moe_jax.plan.clusters.tpu import CORES
 from moe_jax.plan.forward import best_ranges
 from moe_jax.plan.placement import place
 from moe_jax.plan.planner import Plans
+from moe_jax.plan.rank_capacity import has_buffers, prices
 from moe_jax.plan.search import Candidate
 from moe_jax.plan.traffic import traffic
 
@@ -21,6 +23,8 @@ _COLUMNS = (
     "why not first",
 )
 _SHOWN = 8
+_WORTH_PRINTING = 0.99  # of the planned forward pass: ranges that save less are not printed
+_KWH_PER_BILLION = 1e9 / 3.6e6  # kilowatt hours of a billion tokens, for each joule of a token
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
@@ -35,7 +39,7 @@ def table(plans: Plans) -> str:
     rows = [_COLUMNS, *(_row(each, best) for each in plans.ranked[:_SHOWN])]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    left = len(plans.ranked) - _SHOWN
+    left = max(len(plans.ranked) - _SHOWN, 0) + plans.slower
     return "\n".join([*lines, *([f"{left} more meshes are slower"] if left > 0 else [])])
 
 
@@ -52,7 +56,7 @@ def facts(plans: Plans) -> str:
     device = plans.cluster.device
     parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in memory.parts.items() if num_bytes > 0)
     lines = [
-        f"cluster     {plans.cluster.devices} × {device.name}, {' and '.join(_links(plans))}",
+        f"cluster     {plans.cluster.devices} × {device.name}, {' and '.join(_links(plans))}{_chips(plans)}",
         f"step        {seconds(found.step_s)} for {found.tokens:,} tokens: compute {seconds(busy.compute)}, exchanges "
         f"{seconds(busy.exchange)}, sums of gradients {seconds(busy.sums)}, optimiser {seconds(busy.update)}; "
         f"{seconds(busy.exposed)} of communication exposed"
@@ -60,17 +64,37 @@ def facts(plans: Plans) -> str:
         f"traffic     leaves each device in a step: {_traffic(plans)}",
         *_ranges(plans.best),
         *_placement(plans),
+        *_buffers(plans),
         f"memory      {size(memory.total)} per device at its peak, {memory.moment}: {parts}"
         + ("; what devices have is not known" if device.memory_bytes is None else ""),
     ]
     if found.joules_per_token is not None:
-        lines.append(f"energy      {found.joules_per_token:.3g} J per token, at full load of all devices")
+        kwh = found.joules_per_token * _KWH_PER_BILLION
+        lines.append(
+            f"energy      {found.joules_per_token:.3g} J per token, {dollars(kwh)} kWh per billion tokens, if each "
+            f"device draws the {device.watts:g} W of its data sheet"
+        )
     if found.dollars_per_billion_tokens is not None:
         lines.append(
-            f"cost        {dollars(found.dollars_per_billion_tokens)} $ per billion tokens, "
-            f"at {device.dollars_per_hour} $ for an hour of a device: an assumption"
+            f"cost        {dollars(found.dollars_per_billion_tokens)} $ per billion tokens, at "
+            f"{device.dollars_per_hour:g} $ for an hour of a device (--dollars-per-hour; presets assume prices of 2025)"
         )
     return "\n".join(lines)
+
+
+def _buffers(plans: Plans) -> list[str]:
+    """What smaller buffers of expert ranks would save; the memory of the plan itself is on its own line."""
+    if not has_buffers(plans.config):
+        return []
+    factor, load = plans.config.exchange.rank_capacity_factor, plans.config.plan.load_factor
+    name = f"exchange.rank_capacity_factor={'null' if factor is None else f'{factor:g}'}"
+    sent = "rows for the worst case are sent" if factor is None else f"{factor:g} times the rows that exist are sent"
+    known = f", for a load of {load:g}" if load > 1 else ""
+    others = [
+        f"{each.factor:g}: {seconds(each.step_s)} and {size(each.memory_bytes)}" for each in prices(plans.best.estimate)
+    ]
+    cheaper = f". This mesh with {'; '.join(others)}; others may be faster then" if others else ""
+    return [f"buffers     {name}: {sent}{known}{cheaper}. Rows beyond a buffer are dropped"]
 
 
 def _placement(plans: Plans) -> list[str]:
@@ -90,21 +114,35 @@ def _traffic(plans: Plans) -> str:
 
 
 def _ranges(best: Candidate) -> list[str]:
-    """The ranges of the forward pass that are worth splitting, if any."""
+    """The ranges of the forward pass that would be worth splitting, if they are faster than the plan's schedule.
+
+    Training splits the same ops in every block, so these ranges are a bound for it, not a plan.
+    """
     if not best.config.schedule.pipeline_facts.needs_stages:  # its forward pass overlaps with a backward pass
         return []
     found = best_ranges(best.estimate)
     cut = [f"{first} to {last} in {parts} parts ({count} ×)" for (first, last, parts), count in found.cut.items()]
-    if not cut:
+    if not cut or found.best.seconds >= _WORTH_PRINTING * found.scheduled_s:
         return []
     blocks = len(best.estimate.timeline.schedule.shape.kinds)
     scheduled, uncut, fastest = (
         seconds(whole / blocks) for whole in (found.scheduled_s, found.uncut_s, found.best.seconds)
     )
     return [
-        f"ranges      a block's forward pass takes {scheduled} as scheduled, {uncut} uncut, "
-        f"{fastest} with only its best ranges cut: {', '.join(cut)}"
+        f"ranges      not trained: a block's forward pass takes {scheduled} as planned, {uncut} uncut, and would take "
+        f"{fastest} if each range of ops had its own number of parts: {', '.join(cut)}"
     ]
+
+
+def _chips(plans: Plans) -> str:
+    """What the name of a slice counts, where Google's names count something else."""
+    levels, cores = plans.cluster.levels, CORES.get(plans.cluster.device.name, 1)
+    if cores == 1:
+        return ""
+    name = plans.cluster.device.name.removeprefix("TPU ")
+    return (
+        f"; devices are chips, so a slice is a {name}-{cores * levels[0].devices} in Google's names, which count cores"
+    )
 
 
 def _links(plans: Plans) -> Sequence[str]:
@@ -179,7 +217,7 @@ def seconds(value: float) -> str:
 
 
 def dollars(value: float) -> str:
-    """Format dollars, without cents if there are many."""
+    """Format dollars or another amount, without fractions if it is large."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

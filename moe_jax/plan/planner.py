@@ -1,11 +1,14 @@
 """Choose how to train a model on a cluster: the mesh, rematerialisation, schedule and exchange, by simulated steps.
 
 First every mesh is tried with one good guess of a schedule, and with each way to save memory in the fewest parts of a
-batch that fit into memory. Then the best few meshes are tried with every policy and degree, bucket sizes, and forms
-over tensor ranks.
+batch that fit into memory. Meshes that a lower bound of the step shows to be slower than the best ones are not
+simulated. Then the best few meshes are tried with every policy and degree, bucket sizes, and forms over tensor ranks.
 """
 
+import bisect
 import dataclasses
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +20,9 @@ from moe_jax.errors import UserError
 from moe_jax.plan.candidates import Refused, on_meshes, with_rates
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.infeasible import no_plan_message, too_large
-from moe_jax.plan.search import Candidate, PlanSearch, best_of, step_s
+from moe_jax.plan.search import Candidate, MeshConfigs, PlanSearch, step_s
 
+_RANKED = 8  # meshes that are simulated at least
 _REFINED = 4  # meshes
 _REFINED_STAGED = 4  # meshes with pipeline stages, which gain more from it
 
@@ -29,11 +33,12 @@ class PlanError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Plans:
-    """The fastest candidate on each mesh, the best first, and the meshes without one."""
+    """The fastest candidate on each of the best meshes, the best first; and the meshes without one."""
 
     cluster: Cluster
     ranked: tuple[Candidate, ...]
     refused: tuple[Refused, ...]
+    slower: int = 0  # further meshes, which are slower than the first ones of `ranked` and were not simulated
 
     @property
     def best(self) -> Candidate:
@@ -61,7 +66,7 @@ def plan(draft: Draft, cluster: Cluster, memory_factor: float = 1.0) -> Plans:
     free = {f"mesh.{name}" for name, size in draft.mesh.sizes.items() if size == -1}
     schedule = with_rates(draft.schedule, cluster)
     search = PlanSearch(dataclasses.replace(draft, schedule=schedule, open=draft.open | free), cluster, memory_factor)
-    found: list[Candidate] = []
+    possible: list[MeshConfigs] = []
     refused: list[Refused] = []
     large: list[Config] = []
     for each in on_meshes(search.draft, cluster):
@@ -71,13 +76,35 @@ def plan(draft: Draft, cluster: Cluster, memory_factor: float = 1.0) -> Plans:
             refused.append(misfit)
             large.append(each)
         else:
-            found.append(best_of(search.fitting(each)))
-    if not found:
-        found = search.with_other_placements(large)
+            possible.append(search.fitting(each))
+    found = _fastest(search, possible) or search.with_other_placements(large)
+    slower = max(len(possible) - len(found), 0)
     if not found:
         raise PlanError(no_plan_message(search, refused))
     found.sort(key=step_s)
     staged = [each for each in found if each.config.mesh.pipeline > 1]
     promising = {each.mesh for each in (*found[:_REFINED], *staged[:_REFINED_STAGED])}
     refined = [search.refined(each) if each.mesh in promising else each for each in found]
-    return Plans(cluster=cluster, ranked=tuple(sorted(refined, key=step_s)), refused=tuple(refused))
+    return Plans(cluster=cluster, ranked=tuple(sorted(refined, key=step_s)), refused=tuple(refused), slower=slower)
+
+
+def _fastest(search: PlanSearch, possible: Sequence[MeshConfigs]) -> list[Candidate]:
+    """The best candidates of the fastest meshes, and of the fastest with stages, in the order of the meshes."""
+    found: dict[int, Candidate] = {}
+    steps_s: list[float] = []
+    staged_s: list[float] = []
+    for number in sorted(range(len(possible)), key=lambda number: possible[number].least_s):
+        mesh = possible[number]
+        limit_s = _nth(steps_s, _RANKED)
+        if mesh.has_stages:
+            limit_s = max(limit_s, _nth(staged_s, _REFINED_STAGED))
+        if mesh.least_s <= limit_s:
+            found[number] = search.best_of(mesh)
+            bisect.insort(steps_s, step_s(found[number]))
+            if mesh.has_stages:
+                bisect.insort(staged_s, step_s(found[number]))
+    return [found[number] for number in sorted(found)]
+
+
+def _nth(ascending: Sequence[float], count: int) -> float:
+    return ascending[count - 1] if len(ascending) >= count else math.inf

@@ -15,7 +15,7 @@ from moe_jax.config import Config, ModelConfig
 from moe_jax.plan.clusters.hardware import Device, MatrixUnits
 from moe_jax.plan.product_curves import measured_rate
 from moe_jax.plan.resources import gate_matrices
-from moe_jax.plan.work import expert_rows
+from moe_jax.plan.work import busiest_rows
 
 Kind = Literal["bfloat16", "float32", "exact", "fp8"]  # exact: float32 without rounding of the operands
 Direction = Literal["F", "B", "W"]  # the product itself; the gradients of its rows, and of its weights
@@ -69,7 +69,7 @@ def block_products(config: Config, tokens: float, tensor: int, expert_ranks: int
     shared = mlp(moe.intermediate_size * moe.num_shared_experts + model.intermediate_size * moe.dense_residual, rows)
     gate = Product(tokens, model.hidden_size, gate_matrices(model) / model.hidden_size, kind="exact")
     local = moe.num_experts / expert_ranks
-    of_expert = expert_rows(model, tokens) * tensor / local if local else 0.0
+    of_expert = busiest_rows(config, tokens) * tensor / local if local else 0.0
     expert_kind: Kind = "fp8" if moe.expert_matmuls == "fp8" else kind
     return {
         "embed": (),

@@ -1,5 +1,6 @@
 """Parameters and floating-point operations of a model, from its config alone."""
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -42,6 +43,7 @@ class _Count(NamedTuple):
         return self.sharded + self.whole_matrices + self.whole_vectors
 
 
+@functools.lru_cache(maxsize=256)
 def count_parameters(model: ModelConfig) -> Parameters:
     """Count every parameter of a model."""
     moe, d, blocks = model.moe, model.hidden_size, model.num_layers
@@ -76,6 +78,7 @@ class Owned(NamedTuple):
     biases: int = 0  # those in `whole` that gradients do not update, so that they have no moments
 
 
+@functools.lru_cache(maxsize=256)
 def owned_parameters(model: ModelConfig) -> tuple[Owned, ...]:
     """Parameters of the embedding, each block, and the head with the last norm. A tied head is the embedding's."""
     d, table, of_kind = model.hidden_size, model.hidden_size * model.vocab_size, owned_by_kind(model)

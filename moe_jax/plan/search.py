@@ -1,9 +1,10 @@
 """The search on one mesh: first what fits into memory, then schedules, bucket sizes and forms for the best ones."""
 
+import bisect
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from moe_jax.config import Config
 from moe_jax.config.draft import Draft
@@ -25,13 +26,18 @@ from moe_jax.plan.candidates import (
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.estimate import Estimate, estimate
 from moe_jax.plan.forward import best_ranges
+from moe_jax.plan.gradients import ITEM_BYTES
+from moe_jax.plan.least_time import least_step_s
 from moe_jax.plan.memory import StepMemory, step_memory
+from moe_jax.plan.resources import parameters_per_device
+from moe_jax.plan.stage_parameters import stage_parameters_of
+from moe_jax.plan.tensor_forms import tensor_forms
 
 _MEMORY_LEFT = 0.06  # share of a device's memory for the runtime and errors of the estimate
 _PARTS = 4  # how many numbers of parts of the batch are tried with pipeline stages
-_REMATS = ("none", "dots", "full", "chunk")  # the last one only with stages
+_REMATS = ("none", "dots", "full")
+_STAGED_REMATS = (*_REMATS, "chunk")
 _ZEROS = (0, 1, 2)
-_FORMS = (("o1", 1), ("o2", 2), ("o2", 4), ("o3", 2), ("o3", 4))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +76,19 @@ def step_s(candidate: Candidate) -> float:
     return candidate.estimate.step_s
 
 
-def best_of(candidates: Iterable[Candidate]) -> Candidate:
-    return min(candidates, key=step_s)
+@dataclass(frozen=True)
+class MeshConfigs:
+    """The configs of one mesh that fit into memory, with the least time of each one's step; they are not simulated."""
+
+    configs: tuple[tuple[Config, float], ...]
+
+    @property
+    def least_s(self) -> float:
+        return min(least_s for _, least_s in self.configs)
+
+    @property
+    def has_stages(self) -> bool:
+        return self.configs[0][0].mesh.pipeline > 1
 
 
 @dataclass(frozen=True)
@@ -81,16 +98,21 @@ class PlanSearch:
     draft: Draft
     cluster: Cluster
     memory_factor: float
+    # configs by base, ZeRO stage, remat and parts, and memory by config: both are asked for again and again
+    _known: dict[tuple[Config, int, str, int], tuple[Config, ...]] = field(
+        default_factory=dict, init=False, compare=False
+    )
+    _memory: dict[Config, StepMemory] = field(default_factory=dict, init=False, compare=False)
 
-    def fitting(self, base: Config) -> Iterator[Candidate]:
-        """Candidates with each way to save memory, in as few parts of the batch as fit.
+    def fitting(self, base: Config) -> MeshConfigs:
+        """Configs with each way to save memory, in as few parts of the batch as fit.
 
-        If a candidate fits without saving memory, there are no others.
+        If a config fits without saving memory, there are no others.
         """
-        if base.mesh.pipeline > 1:
-            yield from self._fitting_stages(base)
-            return
-        seen = set()
+        found = dict.fromkeys(self._fitting_stages(base) if base.mesh.pipeline > 1 else self._fitting(base))
+        return MeshConfigs(tuple((each, least_step_s(each, self.cluster)) for each in found))
+
+    def _fitting(self, base: Config) -> Iterator[Config]:
         for saving in itertools.product(_ZEROS, _REMATS):
             if not self._fits_somehow(base, *saving):
                 continue
@@ -101,29 +123,36 @@ class PlanSearch:
                     firsts[plain] = each
                 if len(firsts) == 2:
                     break
-            found = [self._candidate(each) for each in firsts.values() if each not in seen]
-            seen |= set(firsts.values())
-            yield from found
-            if any(not each.saves_memory for each in found):
+            yield from firsts.values()
+            if any(not self._saves_memory(each) for each in firsts.values()):
                 return
+
+    def best_of(self, found: MeshConfigs) -> Candidate:
+        """The fastest config of a mesh, the first among equals. Those that cannot be faster are not simulated."""
+        tried: dict[int, Candidate] = {}
+        for number in sorted(range(len(found.configs)), key=lambda number: found.configs[number][1]):
+            config, least_s = found.configs[number]
+            if all(least_s <= step_s(other) for other in tried.values()):
+                tried[number] = self._candidate(config)
+        return min((tried[number] for number in sorted(tried)), key=step_s)
 
     def with_other_placements(self, configs: Iterable[Config]) -> list[Candidate]:
         """The best candidate of each config with the other placement of its experts, if it fits."""
         others = (each for config in configs for each in other_placements(self.draft, config))
-        return [best_of(self.fitting(each)) for each in others if self.fits(self.least(each))]
+        return [self.best_of(self.fitting(each)) for each in others if self.fits_at_all(each)]
 
-    def _fitting_stages(self, base: Config) -> Iterator[Candidate]:
-        """Pipelined candidates with the cheapest savings that fit.
+    def _fitting_stages(self, base: Config) -> Iterator[Config]:
+        """Pipelined configs with the cheapest savings that fit.
 
         More parts of the batch are less efficient each, but leave stages less idle.
         """
-        for remat, zero in itertools.product(_REMATS, _ZEROS):
+        for remat, zero in itertools.product(_STAGED_REMATS, _ZEROS):
             if not self._fits_somehow(base, zero, remat):
                 continue
             fitting = (each for each in self._saving(base, zero, remat) if self.fits(self.memory(each)))
             firsts = {each.train.grad_accumulation: each for each in itertools.islice(_first_guesses(fitting), _PARTS)}
             if firsts:
-                yield from map(self._candidate, firsts.values())
+                yield from firsts.values()
                 return
 
     def refined(self, candidate: Candidate) -> Candidate:
@@ -131,7 +160,7 @@ class PlanSearch:
 
         Choices are the placement of experts, then schedules, bucket sizes, and forms over tensor ranks.
         """
-        candidate = best_of([candidate, *self.with_other_placements([candidate.config])])
+        candidate = min([candidate, *self.with_other_placements([candidate.config])], key=step_s)
         # ranges of the forward pass may have more parts than powers of two
         ranges = (scheduled(found.policy, found.parts) for found in best_ranges(candidate.estimate).cut)
         best = self._best_of(self._best_pipeline(candidate), ({"schedule": each} for each in (*schedules(), *ranges)))
@@ -143,8 +172,7 @@ class PlanSearch:
         if best.config.schedule.grad_reduce == "bucketed":
             best = self._best_of(best, ({"schedule": {"bucket_cap_mb": chunk}} for chunk in CHUNKS_MB))
         if best.config.mesh.tensor > 1:
-            forms = ({"tensor_form": form, "tensor_chunks": chunks} for form, chunks in _FORMS)
-            best = self._best_of(best, ({"exchange": form} for form in forms))
+            best = self._best_of(best, ({"exchange": form} for form in tensor_forms(best.config, self.cluster)))
         if best.config.mesh.context > 1:
             best = self._best_of(best, ({"exchange": {"context_form": form}} for form in CONTEXT_FORMS))
         return dataclasses.replace(best, refined=True)
@@ -153,7 +181,7 @@ class PlanSearch:
         """Other ways to save memory, with the same number of parts of the batch, or the next smaller or larger one."""
         possible = accumulations(config)
         place = possible.index(config.train.grad_accumulation) if config.train.grad_accumulation in possible else 0
-        for zero, remat, parts in itertools.product(_ZEROS, _REMATS, possible[max(place - 1, 0) : place + 2]):
+        for zero, remat, parts in itertools.product(_ZEROS, _remats(config), possible[max(place - 1, 0) : place + 2]):
             yield {
                 "optimizer": {"zero": zero},
                 "schedule": {"remat": remat},
@@ -173,22 +201,50 @@ class PlanSearch:
         return self._best_of(best, ({"train": {"grad_accumulation": parts}} for parts in more[:_PARTS]))
 
     def _saving(self, base: Config, zero: int, remat: str) -> Iterator[Config]:
-        """Configs with these savings, in ever smaller parts of the batch."""
-        for parts in accumulations(base):
+        """Configs with these savings, in ever smaller parts of the batch, from the largest that fit on."""
+        possible = accumulations(base)
+        for parts in possible[self._first_fitting(base, zero, remat, possible) :]:
             yield from self._in_parts(base, zero, remat, parts)
 
-    def _in_parts(self, base: Config, zero: int, remat: str, parts: int) -> Iterator[Config]:
+    def _first_fitting(self, base: Config, zero: int, remat: str, possible: Sequence[int]) -> int:
+        """The index of the fewest parts that fit. Smaller parts need less memory, except that one part adds nothing."""
+
+        def fits(index: int) -> bool:
+            return any(self.fits(self.memory(each)) for each in self._in_parts(base, zero, remat, possible[index]))
+
+        if fits(0):
+            return 0
+        most = next(
+            index for index in reversed(range(len(possible))) if self._in_parts(base, zero, remat, possible[index])
+        )
+        return bisect.bisect_left(range(most), True, lo=min(1, most), key=fits)
+
+    def _in_parts(self, base: Config, zero: int, remat: str, parts: int) -> tuple[Config, ...]:
         """Configs with these savings and this number of parts, for each guess of a schedule."""
-        if zero == 2 and parts == 1 and "optimizer.zero" in self.draft.open:
-            return  # the same as ZeRO 1
-        saving: Overrides = {"optimizer": {"zero": zero}, "train": {"grad_accumulation": parts}}
-        yield from choices(self.draft, base, ({**saving, "schedule": {"remat": remat, **each}} for each in guesses()))
+        if zero == 2 and (parts == 1 or base.mesh.pipeline > 1) and "optimizer.zero" in self.draft.open:
+            return ()  # the same as ZeRO 1, or refused
+        key = base, zero, remat, parts
+        if key not in self._known:
+            saving: Overrides = {"optimizer": {"zero": zero}, "train": {"grad_accumulation": parts}}
+            overrides = ({**saving, "schedule": {"remat": remat, **each}} for each in guesses())
+            self._known[key] = tuple(choices(self.draft, base, overrides))
+        return self._known[key]
 
     def _best_of(self, known: Candidate, overrides: Iterable[Overrides]) -> Candidate:
-        others = choices(self.draft, known.config, overrides)
-        return best_of([known, *(self._candidate(each) for each in others if self.fits(self.memory(each)))])
+        """The known candidate, or a faster one with other settings; only those that may be faster are simulated."""
+        for each in choices(self.draft, known.config, overrides):
+            if self.fits(self.memory(each)) and least_step_s(each, self.cluster) < step_s(known):
+                known = min(known, self._candidate(each), key=step_s)
+        return known
 
     def _candidate(self, config: Config) -> Candidate:
+        return Candidate(
+            estimate=estimate(config, self.cluster),
+            memory=self.memory(config),
+            saves_memory=self._saves_memory(config),
+        )
+
+    def _saves_memory(self, config: Config) -> bool:
         saves = {
             "optimizer.zero": config.optimizer.zero > 0,
             "schedule.remat": config.schedule.remat != "none",
@@ -196,32 +252,52 @@ class PlanSearch:
             "train.grad_accumulation": config.mesh.pipeline == 1
             and config.train.grad_accumulation > accumulations(config)[0],
         }
-        saves_memory = self.cluster.device.memory_bytes is not None and any(
+        return self.cluster.device.memory_bytes is not None and any(
             value for name, value in saves.items() if name in self.draft.open
         )
-        return Candidate(estimate=estimate(config, self.cluster), memory=self.memory(config), saves_memory=saves_memory)
 
     def memory(self, config: Config) -> StepMemory:
-        return step_memory(config, self.cluster.device.platform, config.mesh.sizes)
+        if config not in self._memory:
+            self._memory[config] = step_memory(config, self.cluster.device.platform, config.mesh.sizes)
+        return self._memory[config]
 
     def fits(self, memory: StepMemory) -> bool:
         limit = self.cluster.device.memory_bytes
         return limit is None or self.memory_factor * memory.total <= limit * (1 - _MEMORY_LEFT)
 
+    def parameter_bytes(self, base: Config) -> int:
+        """Bytes of a device's parameters, which no setting that saves memory shards."""
+        mesh = base.mesh.sizes
+        if base.step_facts.has_ticks:
+            return ITEM_BYTES * stage_parameters_of(base).on_device(base, mesh)
+        ranks = base.mesh.expert_ranks(mesh)
+        return ITEM_BYTES * parameters_per_device(base.model, ranks, mesh["tensor"], base.replicas)
+
+    def fits_at_all(self, base: Config) -> bool:
+        """Whether the config fits with all ways to save memory."""
+        return any(self._fits_somehow(base, *saving) for saving in itertools.product(_ZEROS, _remats(base)[2:]))
+
     def least(self, base: Config) -> StepMemory:
         """The memory of the config with all ways to save memory."""
         configs = dict.fromkeys(
-            each for zero in _ZEROS for remat in ("full", "chunk") for each in self._least(base, zero, remat)
+            each for zero in _ZEROS for remat in _remats(base)[2:] for each in self._least(base, zero, remat)
         )
         return min(map(self.memory, configs), key=lambda memory: memory.total)
 
     def _fits_somehow(self, base: Config, zero: int, remat: str) -> bool:
-        return any(self.fits(self.memory(each)) for each in self._least(base, zero, remat))
+        limit = self.cluster.device.memory_bytes
+        for each in self._least(base, zero, remat):
+            memory = self.memory(each)
+            if self.fits(memory):
+                return True
+            if limit is not None and self.memory_factor * memory.state > limit:
+                return False  # parameters and moments are the same in all of them
+        return False
 
     def _least(self, base: Config, zero: int, remat: str) -> Iterator[Config]:
         """Configs that need least memory: more parts are smaller, but their gradients are summed in a copy."""
         parts = accumulations(base)
-        by_parts = (list(self._in_parts(base, zero, remat, count)) for count in reversed(parts))
+        by_parts = (self._in_parts(base, zero, remat, count) for count in reversed(parts))
         yield from next(filter(None, by_parts), ())
         yield from self._in_parts(base, zero, remat, parts[0])
 
@@ -230,3 +306,8 @@ def _first_guesses(configs: Iterable[Config]) -> Iterator[Config]:
     """The first config with each number of parts."""
     for _, alike in itertools.groupby(configs, key=lambda config: config.train.grad_accumulation):
         yield next(alike)
+
+
+def _remats(config: Config) -> tuple[str, ...]:
+    """What may be recomputed on a mesh, from the least to the most."""
+    return _STAGED_REMATS if config.mesh.pipeline > 1 else _REMATS

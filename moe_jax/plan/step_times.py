@@ -26,9 +26,9 @@ from moe_jax.plan.step_shape import step_shape
 from moe_jax.plan.task_times import Linear, TaskTimes, Transfer, owner_of
 from moe_jax.plan.work import (
     ITEM_BYTES,
+    busiest_rows,
     computed_keys,
     exchange_bytes,
-    expert_rows,
     has_ring,
     logit_chunk,
     work_of,
@@ -64,7 +64,7 @@ class Step:
     """Task times of one step, and its simulated timeline."""
 
     def __init__(self, config: Config, cluster: Cluster, measured: MeasuredTimes = _NOTHING):
-        self.config, self.device, self.mesh = config, cluster.device, config.mesh.sizes
+        self.config, self.cluster, self.mesh, self.device = config, cluster, config.mesh.sizes, cluster.device
         self.slowdown, self.launch_overhead, self.measured = cluster.compute_slowdown, cluster.launch_overhead, measured
         self.collectives = CollectiveCosts(cluster)
         self.tensor, self.context = self.mesh["tensor"], self.mesh["context"]
@@ -113,7 +113,7 @@ class Step:
         each_summed = accumulation == 1 or self.config.optimizer.zero == 2
         alone = line.exposed_s if each_summed else self._exposed_without_sums()
         compute = line.busy_s[Stream.COMPUTE]
-        adding = (accumulation - 1) * self.adding_s(self._added)
+        adding = self.adding_parts_s
         exposed = line.exposed_s + (accumulation - 1) * alone
         return {
             "step": accumulation * compute + adding + exposed,
@@ -122,6 +122,11 @@ class Step:
             "sums": accumulation * sums if each_summed else sums,
             "exposed": exposed,
         }
+
+    @property
+    def adding_parts_s(self) -> float:
+        """Seconds to add the gradients of all parts of the batch."""
+        return (self.config.train.grad_accumulation - 1) * self.adding_s(self._added)
 
     @property
     def _added(self) -> float:
@@ -216,7 +221,7 @@ class Step:
         products = block_products(self.config, tokens, self.tensor, self.experts.ranks)
         of_kind = dict(zip(model.block_kinds, owned[1:-1], strict=True))
         passes = self._item * tokens * model.hidden_size
-        hidden = expert_rows(model, tokens) * (model.hidden_size + 2 * model.moe.intermediate_size)
+        hidden = busiest_rows(self.config, tokens) * (model.hidden_size + 2 * model.moe.intermediate_size)
         row_passes = [each * self._item * hidden / 3 for each in _ROW_PASSES]
         if model.moe.expert_matmuls == "fp8":
             row_passes = [each + rounded * hidden for each, rounded in zip(row_passes, _ROUNDED_BYTES, strict=True)]

@@ -32,7 +32,7 @@ def work_of(config: Config, tokens: float, platform: str) -> dict[str, OpWork]:
         "embed": OpWork(0.0),
         "attend": OpWork(attention + shared + 2 * tokens * gate_matrices(model), scores + mixes),
         "dense": OpWork(attention + dense, scores),
-        "expert": OpWork(2 * expert_rows(model, tokens) * matrices * model.hidden_size * moe.intermediate_size),
+        "expert": OpWork(2 * busiest_rows(config, tokens) * matrices * model.hidden_size * moe.intermediate_size),
         "head": OpWork(2 * tokens * model.hidden_size * model.vocab_size),
     }
 
@@ -78,8 +78,19 @@ def row_item_bytes(config: Config) -> int:
     return _SENT_BYTES.get(config.model.moe.hooks, ITEM_BYTES[config.train.compute_dtype])
 
 
+def busiest_rows(config: Config, tokens: float) -> float:
+    """Rows that the experts of the busiest rank compute, padding included.
+
+    Without a capacity they are `plan.load_factor` times the mean, and at most what the rank's buffer holds.
+    """
+    rows, moe, most = expert_rows(config.model, tokens), config.model.moe, config.exchange.rank_capacity_factor
+    if not moe.sends_sized_rows:
+        return rows
+    return rows * min(config.plan.load_factor, config.plan.load_factor if most is None else most)
+
+
 def expert_rows(model: ModelConfig, tokens: float) -> float:
-    """Rows that a device's experts compute, padding included. Dropless layers are assumed to be balanced."""
+    """Rows that a device's experts compute on average, padding included."""
     moe = model.moe
     if moe.gate_facts.mixes:
         return moe.num_experts * moe.slots_per_expert

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_jax.plan.clusters import PRESETS
 from tests.bad_input.cases import ROOT, Command, Refusal, Said, cases, tree
 
 LAUNCHED = [
@@ -121,13 +122,23 @@ PLANNED = [
     (
         "plan: a folder for a cluster",
         "plan --model tiny.yaml --cluster /tmp",
-        "cluster '/tmp' is unknown: use one of v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, b200, rtx3090, rtx2080ti, "
-        "mi250x, cpu, as in h100x64, or the .json file of a measured profile",
+        f"cluster '/tmp' is unknown: use one of {', '.join(PRESETS)}, as in h100x64, the .json file of a measured "
+        "profile, or a .yaml file that describes one (docs/plan.md)",
     ),
     (
         "plan: more devices than there are",
         f"plan --model tiny.yaml --cluster h100x1{'0' * 27}",
         f"cluster h100x1{'0' * 27} has too many devices: use up to 1,048,576",
+    ),
+    (
+        "plan: a load below the mean",
+        "plan --model tiny.yaml --cluster h100x8 --load-factor 0.5",
+        "--load-factor=0.5 must be at least 1",
+    ),
+    (
+        "plan: a negative price",
+        "plan --model tiny.yaml --cluster h100x8 --dollars-per-hour -2",
+        "--dollars-per-hour=-2.0 must be at least 0",
     ),
     (
         "plan: two clusters",

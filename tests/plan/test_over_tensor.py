@@ -5,12 +5,13 @@ import itertools
 
 import pytest
 
-from moe_jax.config.yaml_io import load_draft
+from moe_jax.config.yaml_io import load_config, load_draft
 from moe_jax.plan.clusters import find_cluster
 from moe_jax.plan.estimate import estimate
 from moe_jax.plan.over_tensor import LinkStages, form_seconds, stage_seconds
 from moe_jax.plan.planner import plan
 from moe_jax.plan.task_times import Linear
+from moe_jax.plan.tensor_forms import tensor_forms
 
 SLOW_EXCHANGE = LinkStages(Linear(1e-5, 1e-9).seconds, Linear(1e-6, 1e-11).seconds, Linear(1e-6, 1e-12).seconds)
 SLOW_GATHER = LinkStages(Linear(1e-6, 1e-11).seconds, Linear(1e-6, 1e-10).seconds, Linear(1e-6, 1e-11).seconds)
@@ -65,7 +66,18 @@ def test_the_planner_takes_the_form_that_is_fastest(length, cut):
     draft = load_draft(None, [*model, *settings, "exchange.tensor_form=auto", "exchange.tensor_chunks=auto"])
     best = plan(draft, cluster).best
     exchange = best.config.exchange
-    for form, chunks in itertools.product(("replicated", "o1", "o2", "o3"), (2, 4)):
+    for form, chunks in itertools.product(("replicated", "o1", "o2", "o3"), (2, 4, 8)):
         other = dataclasses.replace(exchange, tensor_form=form, tensor_chunks=chunks)
         assert best.estimate.step_s <= estimate(dataclasses.replace(best.config, exchange=other), cluster).step_s
     assert (exchange.tensor_form in ("o2", "o3")) == cut
+
+
+def test_chunks_have_a_megabyte() -> None:
+    """More chunks are tried for larger exchanges, and two where even these are small."""
+    settings = ["mesh.data=1", "mesh.expert=8", "mesh.tensor=2", "train.batch_size=256", "model.hidden_size=1024"]
+    for length, most in ((8, 2), (32768, 64)):
+        config = load_config(None, [*settings, "model.num_attention_heads=8", f"data.seq_len={length}"])
+        found = {each["tensor_form"]: each["tensor_chunks"] for each in tensor_forms(config, find_cluster("h100x16"))}
+        assert list(found) == ["o1", "o2", "o3"]
+        assert 2 <= found["o2"] <= most
+    assert found["o2"] > 2

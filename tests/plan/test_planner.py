@@ -143,7 +143,7 @@ def test_deep_models_take_per_block_what_their_last_block_takes() -> None:
 def test_periods_of_blocks_that_differ_are_simulated_until_they_do_not(policy: str) -> None:
     """The fourth of these takes less than others: a step came out shorter than what it computes."""
     mesh = ["mesh.data=1", "mesh.expert=64", "mesh.tensor=4", "mesh.context=2"]
-    batch = ["train.batch_size=512", "train.grad_accumulation=8", "optimizer.zero=1"]
+    batch = ["train.batch_size=512", "train.grad_accumulation=2", "optimizer.zero=1"]
     scheduled = [f"schedule.policy={policy}", "schedule.weight_grad=greedy", "schedule.grad_reduce=bucketed"]
     for degree, bucket_cap_mb in itertools.product((1, 4), (8, 32)):
         cut = [f"schedule.microbatches={degree}", f"schedule.bucket_cap_mb={bucket_cap_mb}"]
@@ -341,6 +341,12 @@ def test_the_text_tells_all_of_it() -> None:
     assert "16 × H100 SXM" in facts(plans)
     assert "$ per billion tokens" in facts(plans)
     assert refusals(plans).startswith("refused: ") or not plans.refused
+
+
+def test_dense_models_try_no_policy_that_cuts_slots_of_experts() -> None:
+    draft = load_draft(None, [*SMALL, "model.moe.num_experts=0", "schedule.policy=auto", "schedule.microbatches=auto"])
+    tried = choices(draft, draft, ({"schedule": each} for each in schedules()))
+    assert {each.schedule.policy for each in tried} == {"vanilla", "unified"}
 
 
 def test_divisors() -> None:

@@ -1,6 +1,7 @@
 """Rules for gates and for the settings that only some gates read."""
 
 import dataclasses
+import functools
 import math
 
 from moe_jax.config.registry import DISPATCHER_FACTS, GATE_FACTS
@@ -16,7 +17,7 @@ def check_gate(moe: MoEConfig) -> None:
     """Raise ConfigError if the gate does not work with the capacity or dispatcher, or does not read a setting."""
     for field in dataclasses.fields(moe):
         name, value, unset = field.name, getattr(moe, field.name), field.default
-        gates = tuple(gate for gate, facts in GATE_FACTS.items() if name in facts.settings)
+        gates = _gates_reading(name)
         if gates and value != unset and moe.gate not in gates:
             raise ConfigError(
                 f"model.moe.{name}={value} is of gate {_all(gates)}, and model.moe.gate={moe.gate}: "
@@ -43,6 +44,12 @@ def check_gate(moe: MoEConfig) -> None:
             f"model.moe.gate={moe.gate} chooses who gets one of few slots, and model.moe.capacity_factor=null limits "
             "none: set model.moe.capacity_factor, or another gate"
         )
+
+
+@functools.cache
+def _gates_reading(name: str) -> tuple[str, ...]:
+    """Return the gates that read a setting which not all gates read."""
+    return tuple(gate for gate, facts in GATE_FACTS.items() if name in facts.settings)
 
 
 def _check_normalize_top_1(moe: MoEConfig) -> None:

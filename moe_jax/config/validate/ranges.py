@@ -1,6 +1,7 @@
 """The check that every number of a config is in the range that its field declares."""
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Iterator
 
@@ -28,7 +29,13 @@ def setting(config: Sections, name: str) -> object:
 
 def check_ranges(config: Sections) -> None:
     """Raise ConfigError for a number out of its range."""
-    for name, value in zip(RANGES, operator.attrgetter(*RANGES)(config), strict=True):
+    _check_values(operator.attrgetter(*RANGES)(config))
+
+
+@functools.lru_cache(maxsize=2**14)
+def _check_values(values: tuple[float | None, ...]) -> None:
+    """Check the values of all settings in `RANGES`, in order: cached because a plan makes thousands of configs."""
+    for name, value in zip(RANGES, values, strict=True):
         if value is None or isinstance(value, tuple):
             continue
         most = RANGES["mesh.cpu_devices"].most
@@ -37,10 +44,12 @@ def check_ranges(config: Sections) -> None:
                 f"mesh.cpu_devices={value} must be at most {most}, which one machine can simulate: use fewer, or "
                 "python -m moe_jax.plan, which plans for clusters that need not be there"
             )
-        check_number(name, value, RANGES[name], _or_null(config, name))
+        check_number(name, value, RANGES[name], _or_null(name))
 
 
-def _or_null(config: Sections, name: str) -> str:
+@functools.cache
+def _or_null(name: str) -> str:
+    """Return the words that a message about a setting has if the setting may be null."""
     section, _, own = name.rpartition(".")
-    kind = type(setting(config, section)).__annotations__[own]
+    kind = type(setting(Sections(), section)).__annotations__[own]
     return " (or null)" if isinstance(None, kind) else ""

@@ -5,6 +5,7 @@ import re
 
 from moe_jax.errors import UserError, parse_path
 from moe_jax.plan.clusters.cpu import CPUS
+from moe_jax.plan.clusters.described import described_cluster
 from moe_jax.plan.clusters.gpu import GPUS
 from moe_jax.plan.clusters.hardware import Cluster, Device, Level, LinkCurve, Preset
 from moe_jax.plan.clusters.measured import measured_cluster
@@ -30,7 +31,8 @@ _MAX_DIGITS = 20  # of a number; Python parses up to 4,300
 # Patterns of jax's device kinds, and their presets. The first pattern that matches is used.
 _KINDS = {
     **{"v5 lite|v5e": "v5e", "v6 lite|v6e": "v6e", "tpu v5": "v5p", "tpu v4": "v4", "tpu7x": "tpu7x"},
-    **{"a100.*80gb": "a100", "h100": "h100", "h200": "h200", "b200": "b200", "mi250x": "mi250x"},
+    **{"a100.*80gb": "a100", "h100": "h100", "h200": "h200", "gb200": "gb200", "gb300": "gb300"},
+    **{"b200": "b200", "mi250x": "mi250x", "mi300x": "mi300x", "a800": "a800", "h800": "h800", "v100": "v100"},
     **{"rtx 3090": "rtx3090", "rtx 2080 ti": "rtx2080ti", "^cpu$": "cpu"},
 }
 
@@ -40,17 +42,26 @@ class ClusterError(UserError):
 
 
 def find_cluster(name: str) -> Cluster:
-    """A preset with a number of devices, or the cluster of a profile's path. Raises ClusterError or ProfileError.
+    """A preset with a number of devices, or the cluster of a file: a measured profile (.json) or a description (.yaml).
+
+    Raises ClusterError, ProfileError or ClusterFileError.
 
     `4xv5e-256` is four slices. A number of devices beyond the largest slice is split into as few slices as possible.
     """
     if name.endswith(".json"):
         return measured_cluster(parse_path("the cluster", name))
+    if name.endswith((".yaml", ".yml")):
+        return described_cluster(parse_path("the cluster", name), PRESETS)
     parts = None if name in PRESETS else re.fullmatch(r"(?:(\d+)x)?(.+?)(?:[x-](\d+))?", name, re.ASCII)
     slices, kind, size = parts.groups() if parts else (None, name, None)
+    if kind not in PRESETS and f"{kind}x" in PRESETS and size is not None:  # mi300x8
+        kind = f"{kind}x"
     if kind not in PRESETS:
         near = difflib.get_close_matches(kind, PRESETS, n=1)
-        others = f"use one of {', '.join(PRESETS)}, as in h100x64, or the .json file of a measured profile"
+        others = (
+            f"use one of {', '.join(PRESETS)}, as in h100x64, the .json file of a measured profile, or a .yaml file "
+            "that describes one (docs/plan.md)"
+        )
         cure = f"did you mean {near[0]}-{size or 64}?" if near else others
         raise ClusterError(f"cluster {name!r} is unknown: {cure}")
     if size is None:

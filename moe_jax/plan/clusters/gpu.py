@@ -10,6 +10,7 @@ from typing import Any
 from moe_jax.plan.clusters.hardware import Device, Level, LinkCurve, MatrixUnits, Preset, RateShares, Tile
 
 _ALL = 2**40  # devices: no limit
+_TRAY, _RACK = 4, 72  # GPUs of an NVL72's trays, and of a whole one
 _CONGESTION = 0.04
 _SLINGSHOT = LinkCurve(60e-6, 0.8, 20e-6)
 _MEMORY_EFFICIENCY = 0.85
@@ -68,6 +69,30 @@ def _nodes(device: Device, adapters: int, *levels: Level) -> Preset:
     )
 
 
+def _racks(device: Device, nvlink_gb_per_s: float, adapter_gb_per_s: float) -> Preset:
+    """A preset of racks in which NVLink joins up to 72 GPUs, in trays of four with an adapter for each GPU.
+
+    A larger cluster uses the most GPUs of each rack that divide its number.
+    """
+
+    def reaching(devices: int, _: int) -> tuple[Level, ...]:
+        trays = range(_TRAY, _RACK + 1, _TRAY)
+        joined = max((each for each in trays if devices % each == 0), default=devices)
+        inside = _nvlink(nvlink_gb_per_s, joined)
+        return (inside,) if joined == devices else (inside, replace(_infiniband(adapter_gb_per_s), devices=devices))
+
+    return Preset(
+        device=device,
+        variation=_VARIATION,
+        unit=_TRAY,
+        unit_name="tray",
+        adapters_per_unit=_TRAY,
+        largest_slice=None,
+        torus=None,
+        levels=reaching,
+    )
+
+
 def _level(name: str, devices: int, gb_per_s: float, ring: LinkCurve, **more: Any) -> Level:
     return Level(name=name, devices=devices, bytes_per_s=gb_per_s * 1e9, ring=ring, **more)
 
@@ -90,12 +115,25 @@ def _infiniband(gb_per_s: float) -> Level:
     )
 
 
+def _efa(gb_per_s: float) -> Level:
+    """A GPU's share of a node's Elastic Fabric Adapters. Its start-up time is an estimate."""
+    return _level("EFA", _ALL, gb_per_s, LinkCurve(80e-6, 0.8, 20e-6), message_s=5e-6, congestion=_CONGESTION)
+
+
 def _pcie(devices: int, gb_per_s: float) -> Level:
     """Links through the host's memory, which all GPUs of a node share: the efficiencies are estimates."""
     return _level("PCIe", devices, gb_per_s, LinkCurve(20e-6, 0.35, 4e-6), all_to_all=LinkCurve(20e-6, 0.5, 4e-6))
 
 
 # multiprocessors, and rates relative to dense bfloat16: data sheets
+_VOLTA: Any = {
+    "multiprocessors": 80,
+    "start": 64,
+    "shares": RateShares(15.7 / 125, 15.7 / 125),
+    "matrix_efficiency": 0.7,
+}
+_AMPERE: Any = {"multiprocessors": 108, "start": 128, "shares": RateShares(0.5, 19.5 / 312), "matrix_efficiency": 0.8}
+_CDNA3: Any = {"multiprocessors": 304, "start": 192, "shares": RateShares(0.5, 0.125, 2.0), "matrix_efficiency": 0.5}
 _HOPPER: Any = {"multiprocessors": 132, "start": 192, "shares": RateShares(0.5, 67 / 989, 2.0)}
 _BLACKWELL: Any = {"multiprocessors": 148, "start": 384, "shares": RateShares(0.5, 75 / 2250, 2.0)}
 GPUS = {
@@ -127,14 +165,9 @@ GPUS = {
     # 180 GB, 8 TB/s, NVLink 1800 GB/s in both directions; 8 adapters of 400 Gbit/s
     "b200": _nodes(_device("B200 SXM", 180e9, 2250, 8000, 1000, 5.0, **_BLACKWELL), 8, _nvlink(900), _infiniband(50)),
     # NVIDIA GB200 and GB300 NVL72 data sheets: 360 PFLOP/s in sparse bfloat16, half of it dense, over 72 GPUs; of a GPU
-    # 186 and 279 GB, 8 TB/s, NVLink 1800 GB/s in both directions, an adapter of 400 and 800 Gbit/s. Runs use 64 of the
-    # 72 GPUs that NVLink connects
-    "gb200": _nodes(
-        _device("GB200", 186e9, 2500, 8000, 1200, 6.0, **_BLACKWELL), 64, _nvlink(900, 64), _infiniband(50)
-    ),
-    "gb300": _nodes(
-        _device("GB300", 279e9, 2500, 8000, 1400, 7.0, **_BLACKWELL), 64, _nvlink(900, 64), _infiniband(100)
-    ),
+    # 186 and 279 GB, 8 TB/s, NVLink 1800 GB/s in both directions, an adapter of 400 and 800 Gbit/s
+    "gb200": _racks(_device("GB200", 186e9, 2500, 8000, 1200, 6.0, **_BLACKWELL), 900, 50),
+    "gb300": _racks(_device("GB300", 279e9, 2500, 8000, 1400, 7.0, **_BLACKWELL), 900, 100),
     # NVIDIA GA102 whitepaper: 71 TFLOP/s with float32 sums, 936 GB/s. FlowMoE's cluster 1 has 16 of them; nodes of 8 on
     # PCIe 3.0 ×16 (15.75 GB/s) and one adapter of 100 Gbit/s for a node: an assumption
     "rtx3090": _nodes(
@@ -193,5 +226,28 @@ GPUS = {
         _level("Infinity Fabric", 8, 50, LinkCurve(20e-6, 1.0, 4e-6)),
         _level("Slingshot", 1024, 12.5, _SLINGSHOT, message_s=5e-6, congestion=_CONGESTION),
         _level("Slingshot between groups", _ALL, 12.5 / 1.75, _SLINGSHOT, message_s=5e-6, congestion=_CONGESTION),
+    ),
+    # NVIDIA A800 80GB data sheet: an A100 with NVLink at 400 GB/s in both directions; network as A100
+    "a800": _nodes(
+        _device("A800 SXM 80GB", 80 * 2**30, 312, 2039, 400, 1.6, **_AMPERE), 8, _nvlink(200), _infiniband(25)
+    ),
+    # AWS: p4de.24xlarge has eight A100 80GB and 400 Gbit/s of network for all of them, in four adapters
+    "p4de": _nodes(_device("A100 SXM 80GB", 80 * 2**30, 312, 2039, 400, 1.8, **_AMPERE), 4, _nvlink(300), _efa(6.25)),
+    # NVIDIA V100 SXM2 32GB data sheet: 125 TFLOP/s in float16, no bfloat16; 900 GB/s, NVLink 300 GB/s in both
+    # directions; DGX-1: 4 adapters of 100 Gbit/s
+    "v100": _nodes(
+        _device("V100 SXM2 32GB", 32 * 2**30, 125, 900, 300, 0.7, **_VOLTA), 4, _nvlink(150), _infiniband(6.25)
+    ),
+    # AWS: p3dn.24xlarge has eight V100 32GB and one adapter of 100 Gbit/s for all of them
+    "p3dn": _nodes(
+        _device("V100 SXM2 32GB", 32 * 2**30, 125, 900, 300, 0.7, **_VOLTA), 1, _nvlink(150), _efa(12.5 / 8)
+    ),
+    # AMD MI300X data sheet: 1307 TFLOP/s, 192 GB, 5.3 TB/s, 750 W; a link of 128 GB/s in both directions to each of the
+    # seven other GPUs of a node. 8 adapters of 400 Gbit/s: an assumption
+    "mi300x": _nodes(
+        _device("MI300X", 192e9, 1307, 5300, 750, 3.0, **_CDNA3),
+        8,
+        _level("Infinity Fabric", 8, 448, LinkCurve(20e-6, 0.7, 4e-6)),
+        _infiniband(50),
     ),
 }

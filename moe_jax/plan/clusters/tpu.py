@@ -116,3 +116,6 @@ def _preset(name: str, chip: _Chip) -> Preset:
 
 
 TPUS = {name: _preset(name, chip) for name, chip in _CHIPS.items()}
+
+# TensorCores of a device, where Google's names count them: v5p-128 in its names has 64 chips
+CORES = {TPUS[name].device.name: 2 for name in ("v4", "v5p")}

@@ -60,7 +60,7 @@ def _assign_ticks(orders: Sequence[Sequence[StageTick]], chunks: int) -> tuple[t
     def is_ready(stage: int) -> bool:
         slot = tasks(stage)
         own = {task for task in slot if task.direction == "B"}  # its W may be in the same slot
-        return all((done | own).issuperset(inputs(task, stages, chunks)) for task in slot)
+        return all(need in done or need in own for task in slot for need in inputs(task, stages, chunks))
 
     while left := [stage for stage in range(stages) if places[stage] < len(orders[stage])]:
         ready = set(filter(is_ready, left))

@@ -1,0 +1,146 @@
+"""A cluster that a YAML file describes: devices and levels of links, from scratch or based on a preset.
+
+base: h100                    # take the device of a preset, or describe one under device
+devices: 512
+ranks_per_adapter: 2          # neighbours that share a network adapter (1)
+device: {memory_gb: 80, tflops: 989, memory_gb_per_s: 3350, matrix_efficiency: 0.75, watts: 700, dollars_per_hour: 2.5}
+levels:                       # from the links inside a node outwards; the last one joins all devices
+  - {name: NVLink, devices: 8, gb_per_s: 450, efficiency: 0.8, alpha_us: 15}
+  - {name: rail, devices: 64, gb_per_s: 50, efficiency: 0.85, alpha_us: 50}
+  - {name: spine, devices: 512, gb_per_s: 25}
+
+Rates are 10⁹ bytes per second out of one device, in one direction; a device's own share of what several share.
+"""
+
+import difflib
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from moe_jax.config.yaml_reader import parse_yaml
+from moe_jax.errors import UserError
+from moe_jax.files.atomic import reason
+from moe_jax.files.untrusted import read_text
+from moe_jax.plan.clusters.hardware import Cluster, Device, Level, LinkCurve, Preset
+
+_MOST_BYTES = 2**16
+_MOST_DEVICES = 2**20
+_MOST_LEVELS = 16
+_LARGEST = 1e9  # a number in a file, in its unit
+_KEYS = ("base", "devices", "ranks_per_adapter", "device", "levels")
+_DEVICE_KEYS = {  # and the factor to the units of Device
+    "memory_gb": ("memory_bytes", 1e9),
+    "tflops": ("matrix_flops_per_s", 1e12),
+    "memory_gb_per_s": ("memory_bytes_per_s", 1e9),
+    "matrix_efficiency": ("matrix_efficiency", 1.0),
+    "watts": ("watts", 1.0),
+    "dollars_per_hour": ("dollars_per_hour", 1.0),
+}
+_NEEDED = ("memory_gb", "tflops", "memory_gb_per_s")
+_LEVEL_KEYS = ("name", "devices", "gb_per_s", "efficiency", "alpha_us")
+_SHARES = ("efficiency", "matrix_efficiency")
+_EFFICIENCY, _MATRIX_EFFICIENCY, _ALPHA_US = 0.8, 0.75, 20.0  # unless the file gives them
+
+
+class ClusterFileError(UserError):
+    """A cluster file that is missing, or that describes no possible cluster."""
+
+
+def described_cluster(path: Path, presets: Mapping[str, Preset]) -> Cluster:
+    """The cluster of a YAML file. Raises ClusterFileError, and ConfigError for text that is no YAML."""
+    try:
+        found = parse_yaml(read_text(path, _MOST_BYTES), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        why = reason(error) if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ClusterFileError(f"cluster file {path} cannot be read ({why}): name a YAML file") from None
+    return _Reader(path, presets).cluster(found)
+
+
+class _Reader:
+    """Checks of a file's values, whose errors name the file, the key, its value and a cure."""
+
+    def __init__(self, path: Path, presets: Mapping[str, Preset]):
+        self._path, self._presets = path, presets
+
+    def cluster(self, found: Any) -> Cluster:
+        found = self._section("the file", found, _KEYS)
+        devices = self._count("devices", found.get("devices"))
+        levels = found.get("levels")
+        if not isinstance(levels, list) or not 0 < len(levels) <= _MOST_LEVELS:
+            raise self._error(f"levels must be a list of 1 to {_MOST_LEVELS} sections with {', '.join(_LEVEL_KEYS)}")
+        joined = tuple(self._level(f"levels[{number}]", each) for number, each in enumerate(levels))
+        for before, level in pairwise(joined):
+            if level.devices <= before.devices or level.devices % before.devices:
+                raise self._error(
+                    f"{level.name} joins {level.devices} devices, and {before.name} {before.devices}: "
+                    f"use a multiple of {before.devices}, e.g. {2 * before.devices}"
+                )
+        if joined[-1].devices != devices:
+            raise self._error(f"{joined[-1].name} joins {joined[-1].devices} of devices={devices}: use {devices}")
+        sharing = self._number("ranks_per_adapter", found.get("ranks_per_adapter", 1))
+        return Cluster(
+            name=str(self._path),
+            device=self._device(found),
+            devices=devices,
+            levels=joined,
+            ranks_per_adapter=max(sharing, 1.0),
+        )
+
+    def _device(self, found: Mapping[str, Any]) -> Device:
+        own = self._section("device", found.get("device") or {}, tuple(_DEVICE_KEYS))
+        values = {key: self._number(f"device.{key}", value) for key, value in own.items()}
+        changed: dict[str, Any] = {_DEVICE_KEYS[key][0]: _DEVICE_KEYS[key][1] * values[key] for key in values}
+        if "memory_bytes" in changed:
+            changed["memory_bytes"] = int(changed["memory_bytes"])
+        if (base := found.get("base")) is not None:
+            if base not in self._presets:
+                raise self._error(f"base={base} is no preset: use one of {', '.join(self._presets)}")
+            return replace(self._presets[base].device, **changed)
+        if missing := [key for key in _NEEDED if key not in values]:
+            raise self._error(f"device has no {missing[0]}: give it, or base with a preset, e.g. base: h100")
+        defaults: dict[str, Any] = {
+            "matrix_efficiency": _MATRIX_EFFICIENCY,
+            "watts": None,
+            "dollars_per_hour": None,
+        }
+        return Device(name=self._path.stem, platform="gpu", **(defaults | changed))
+
+    def _level(self, place: str, found: Any) -> Level:
+        found = self._section(place, found, _LEVEL_KEYS)
+        rate = self._number(f"{place}.gb_per_s", found.get("gb_per_s"))
+        efficiency = self._number(f"{place}.efficiency", found.get("efficiency", _EFFICIENCY))
+        alpha_s = 1e-6 * self._number(f"{place}.alpha_us", found.get("alpha_us", _ALPHA_US))
+        return Level(
+            name=str(found.get("name", place)),
+            devices=self._count(f"{place}.devices", found.get("devices")),
+            bytes_per_s=1e9 * rate,
+            ring=LinkCurve(alpha_s, efficiency),
+        )
+
+    def _section(self, place: str, found: Any, keys: Collection[str]) -> Mapping[str, Any]:
+        if not isinstance(found, dict):
+            raise self._error(f"{place} must be a section with {', '.join(keys)}")
+        for key in found:
+            if key not in keys:
+                near = difflib.get_close_matches(str(key), keys, n=1)
+                cure = f"did you mean {near[0]}?" if near else f"use {', '.join(keys)}"
+                raise self._error(f"{place} has {key}: {cure}")
+        return found
+
+    def _count(self, name: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST_DEVICES:
+            raise self._error(f"{name}={value} must be a whole number from 1 to {_MOST_DEVICES:,}")
+        return value
+
+    def _number(self, name: str, value: Any) -> float:
+        most = 1.0 if name.endswith(_SHARES) else _LARGEST
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or not 0 < value <= most:
+            raise self._error(f"{name}={value} must be a number above 0 and up to {most:g}")
+        return float(value)
+
+    def _error(self, problem: str) -> ClusterFileError:
+        return ClusterFileError(f"cluster file {self._path}: {problem}")

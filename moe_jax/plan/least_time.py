@@ -1,0 +1,133 @@
+"""A lower bound of a step's time, without a simulation: a search skips configs whose bound exceeds a known step.
+
+Two bounds of a pass hold for every schedule, however its tasks overlap: compute and exchanges each take as long as all
+their tasks, and tasks that are split take no less than whole ones. A third holds if only a block's experts and weight
+gradients may overlap with its exchanges, because all of a part of the batch passes attention before its rows are sent:
+the first part of a dispatch, and the last one of a combine, then overlap with no experts.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from moe_jax.config import Config
+from moe_jax.config.layer_layout import GroupBlock
+from moe_jax.config.registry import POLICY_FACTS
+from moe_jax.plan.clusters import Cluster
+from moe_jax.plan.estimate import update_seconds
+from moe_jax.plan.pass_times import ChunkTimes, Ends, PassTime, PassTimes
+from moe_jax.plan.pipelined import PipelinedStep
+from moe_jax.plan.step_times import Step
+from moe_jax.plan.task_times import TaskStage
+from moe_jax.plan.work import exchange_bytes
+from moe_jax.schedule.actions import Action
+from moe_jax.schedule.build import make_shape
+
+_SLACK = 0.05  # by which estimates of deep models, which are extrapolated from a few blocks, may fall below a bound
+_UNSPLIT = make_shape("vanilla", ("moe",), weight_grad="greedy")
+_OPS = {"moe": ("attend", "expert"), "dense": ("dense",)}
+
+
+def least_step_s(config: Config, cluster: Cluster) -> float:
+    """Seconds that a step takes at least, by the same costs as its estimate. Measured tasks have no bound but 0."""
+    if config.schedule.task_times is not None:
+        return 0.0
+    step = Step(config, cluster)
+    if config.step_facts.has_ticks:
+        seconds = PipelinedStep(config, cluster, step.measured, LeastPassTimes).seconds["step"]
+    else:
+        of_part_s = _BlockTimes(step).step_s(config.model.block_kinds)
+        seconds = config.train.grad_accumulation * of_part_s + step.adding_parts_s
+    return (1 - _SLACK) * (seconds + update_seconds(config, cluster, step.collectives))
+
+
+class LeastPassTimes(PassTimes):
+    """Bounds of the durations of passes, in place of simulated ones."""
+
+    def __init__(self, step: Step, split: bool, pairs: bool):
+        super().__init__(step, split, pairs)
+        self._blocks = _BlockTimes(step)
+        self._least = functools.cache(self._least_of)
+
+    def chunk(self, group: Sequence[GroupBlock]) -> ChunkTimes:
+        """The least durations of a chunk with these blocks."""
+        return self._least(tuple(block.kind for block in group))
+
+    @functools.cached_property
+    def ends(self) -> Ends:
+        """The durations of embedding and head."""
+        model, stages = self._step.config.model, self._blocks.stages
+        added_s = self._step.adding_s(model.hidden_size * model.vocab_size)
+        return Ends(
+            _seconds(stages, "embed", "F"),
+            _seconds(stages, "head", "FBW") + added_s,
+            _seconds(stages, "embed", "B") + added_s,
+        )
+
+    def _least_of(self, kinds: tuple[str, ...]) -> ChunkTimes:
+        blocks, added_s = self._blocks, self._added_s(kinds)
+        forward, backward = blocks.pass_time(kinds, "F"), blocks.pass_time(kinds, "B", weights=not self._split)
+        both_s = forward.compute + backward.compute + added_s
+        exchange_s = forward.exchange + backward.exchange
+        weight_s = blocks.compute_s(kinds, "W") + added_s if self._split else 0.0
+        in_backward_s = 0.0 if self._split else added_s
+        return ChunkTimes(
+            forward=forward,
+            backward=PassTime(backward.seconds + in_backward_s, backward.compute + in_backward_s, backward.exchange),
+            weight=PassTime(weight_s, weight_s, 0.0),
+            together=PassTime(max(both_s, exchange_s + added_s), both_s, exchange_s),
+        )
+
+
+class _BlockTimes:
+    """Bounds for blocks of a step, for one part of the batch."""
+
+    def __init__(self, step: Step):
+        self.stages, self._settings = step.compute(), step.config.schedule
+        own = exchange_bytes(step.config, step.tokens, step.experts.ranks)
+        # measured curves may take less for several parts than for the whole
+        self._exchange_s = 2 * step.exchange_seconds(own) if own and not step.cluster.curves else 0.0
+        cuts_in_time = self._settings.cuts_batch and self._settings.microbatches > 1
+        self._waits = self._settings.policy in POLICY_FACTS and not cuts_in_time
+
+    def step_s(self, kinds: Sequence[str]) -> float:
+        """Seconds of a forward and a backward pass, embedding and head included."""
+        forward, backward = self.pass_time(kinds, "F"), self.pass_time(kinds, "B", weights=True)
+        ends = "embed", "head"
+        least_s = max(
+            forward.compute + backward.compute + sum(_seconds(self.stages, end, "FBW") for end in ends),
+            forward.exchange + backward.exchange,
+        )
+        # the head's weight gradient may be computed during exchanges
+        in_order_s = forward.seconds + backward.seconds + sum(_seconds(self.stages, end, "FB") for end in ends)
+        return max(least_s, in_order_s) if self._waits else least_s
+
+    def pass_time(self, kinds: Sequence[str], direction: Literal["F", "B"], weights: bool = False) -> PassTime:
+        """A forward or a backward pass of these blocks, with or without weight gradients."""
+        directions, settings = direction + "W" * weights, self._settings
+        compute_s, layers = self.compute_s(kinds, directions), kinds.count("moe")
+        least_s = max(compute_s, layers * self._exchange_s)
+        if self._waits:
+            # deferred weight gradients may be computed during exchanges
+            in_order = direction if settings.weight_grad == "greedy" else directions
+            experts_s, parts = _seconds(self.stages, "expert", in_order), self._parts(direction)
+            layer_s = max(experts_s + self._exchange_s / parts, self._exchange_s)
+            least_s = max(least_s, self.compute_s(kinds, in_order) + layers * (layer_s - experts_s))
+        return PassTime(least_s, compute_s, layers * self._exchange_s)
+
+    def compute_s(self, kinds: Sequence[str], directions: str) -> float:
+        """Seconds of the compute tasks of these blocks in some of the directions F, B and W."""
+        counts = Counter(kinds)
+        return sum(counts[kind] * _seconds(self.stages, op, directions) for kind in counts for op in _OPS[kind])
+
+    def _parts(self, direction: Literal["F", "B"]) -> int:
+        """The number of parts of a block's slots."""
+        settings = self._settings
+        own = (settings.backward_microbatches if direction == "B" else None) or settings.microbatches
+        return (1 if settings.cuts_batch else own) * settings.expert_chunks
+
+
+def _seconds(stages: Mapping[str, TaskStage], op: str, directions: str) -> float:
+    """Seconds of the tasks of an op, unsplit, in some of the directions F, B and W."""
+    return sum(stages[op].seconds(Action(each, op, 0, 0), _UNSPLIT) for each in directions)

@@ -1,0 +1,57 @@
+"""Buffers of expert ranks in dropless plans: the factor for a router's load, and what a factor costs.
+
+`exchange.rank_capacity_factor` changes what training computes, because rows beyond a buffer are dropped. So a plan
+never lowers it by itself: it chooses one only for a given load, with room to spare.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from moe_jax.config import Config
+from moe_jax.config.draft import Draft
+from moe_jax.plan.estimate import Estimate, estimate
+from moe_jax.plan.memory import step_memory
+
+_FACTORS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+_ROOM = 1.1  # times the load: it varies from step to step
+
+
+class Price(NamedTuple):
+    """The step of a plan with another rank capacity factor."""
+
+    factor: float
+    step_s: float
+    memory_bytes: int
+
+
+def factor_for(load: float) -> float:
+    """The smallest usual factor that holds a load with room to spare."""
+    return next((factor for factor in _FACTORS if factor >= _ROOM * load), float(-(-_ROOM * load // 1)))
+
+
+def with_load(draft: Draft, load: float) -> Draft:
+    """The draft for a router of this load: with buffers for it, unless the file or the command line gives a factor."""
+    planned = dataclasses.replace(draft, plan=dataclasses.replace(draft.plan, load_factor=load))
+    if "exchange.rank_capacity_factor" in draft.given or not draft.model.moe.sends_sized_rows:
+        return planned
+    exchange = dataclasses.replace(draft.exchange, rank_capacity_factor=factor_for(load))
+    return dataclasses.replace(planned, exchange=exchange)
+
+
+def has_buffers(config: Config) -> bool:
+    """Whether rows are sent to buffers of a fixed size, whose factor has a price."""
+    moe = config.model.moe
+    return bool(moe.num_experts) and moe.sends_sized_rows and config.mesh.expert_ranks(config.mesh.sizes) > 1
+
+
+def prices(found: Estimate) -> Iterator[Price]:
+    """The same plan with each smaller factor that holds its load."""
+    config, least = found.config, found.config.plan.load_factor
+    factor = config.exchange.rank_capacity_factor
+    for smaller in reversed(_FACTORS):
+        if smaller >= least and (factor is None or smaller < factor):
+            exchange = dataclasses.replace(config.exchange, rank_capacity_factor=smaller)
+            other = dataclasses.replace(config, exchange=exchange)
+            memory = step_memory(other, found.cluster.device.platform, other.mesh.sizes)
+            yield Price(smaller, estimate(other, found.cluster).step_s, memory.total)

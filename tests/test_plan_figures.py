@@ -1,0 +1,38 @@
+"""Figures of plans in README.md and docs/plan.md are those of profiling/results/plan_cases.json."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "profiling"))  # its programs find each other there
+from plan_cases import NAME, table
+
+ROOT = Path(__file__).parents[1]
+PLANS: dict[str, dict[str, dict[str, Any]]] = json.loads((ROOT / f"profiling/results/{NAME}.json").read_text("utf-8"))[
+    "plans"
+]
+
+
+def test_the_table_is_that_of_the_script() -> None:
+    assert "\n".join(table(PLANS)) in (ROOT / "docs/plan.md").read_text()
+
+
+def test_planning_takes_as_long_as_the_pages_say() -> None:
+    kimi, deepseek = (PLANS[row]["all axes"] for row in ("Kimi K2 on 6,144 v5p", "DeepSeek-V3 on 2,048 H100"))
+    readme = re.search(r"considers ([\d,]+) meshes .* in (\d+) s", (ROOT / "README.md").read_text())
+    assert readme
+    assert int(readme[1].replace(",", "")) == kimi["meshes"]
+    assert int(readme[2]) == round(kimi["cpu_s"])
+    page = re.search(r"plans in (\d+) s, Kimi K2 on 6,144 v5p in (\d+) s", (ROOT / "docs/plan.md").read_text())
+    assert page
+    assert [int(each) for each in page.groups()] == [round(deepseek["cpu_s"]), round(kimi["cpu_s"])]
+    summary = re.search(
+        r"\| (\d+) s and (\d+) s on .* for ([\d,]+) and ([\d,]+) meshes", (ROOT / "docs/results.md").read_text()
+    )
+    assert summary
+    assert [int(each.replace(",", "")) for each in summary.groups()] == [
+        *(round(each["cpu_s"]) for each in (deepseek, kimi)),
+        *(each["meshes"] for each in (deepseek, kimi)),
+    ]
