@@ -339,5 +339,5 @@ def test_the_loss_of_blocks_that_no_token_chooses_an_expert_in_is_zero_and_so_is
             assert (grad_ME > 0).any() == used
             assert kind == "pooled" or not grad_ME[0].any()
     total = ObjectiveParts(jnp.float32(1), jnp.float32(0), jnp.float32(0), jnp.zeros((1, 8), jnp.int32), jnp.zeros(1))
-    for name, value in metrics_of(total, jnp.float32(0), jnp.float32(0), moe_of("softmax")).items():
+    for name, value in metrics_of(total, jnp.float32(0), jnp.float32(0), moe_of("softmax"), 0.0).items():
         assert jnp.isfinite(value).all(), name
