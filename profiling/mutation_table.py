@@ -938,8 +938,8 @@ MUTATIONS = (
     Mutation(
         "start_up_divided",
         "plan/task_times.py",
-        "return self.alpha_s + amount / parts * self.beta_s",
-        "return (self.alpha_s + amount * self.beta_s) / parts",
+        "return self.alpha_s + self.beyond_start_s(amount / parts)",
+        "return (self.alpha_s + self.beyond_start_s(amount)) / parts",
         "cutting a batch into many parts seems to cost nothing",
         ["tests/plan/test_simulate.py"],
     ),
