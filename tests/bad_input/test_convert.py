@@ -96,9 +96,10 @@ REFUSED = [
     ),
     (
         "quantised",
-        change(quantization_config={"quant_method": "fp8"}),
+        change(quantization_config={"quant_method": "awq", "bits": 4}),
         IN,
-        'hf/config.json: quantization_config={"quant_method": "fp8"} is not supported: it must be null',
+        "hf/config.json: quantization_config: quant_method='awq' is not supported: it must be 'fp8' in blocks, or "
+        "'mxfp4' of gpt_oss; convert the model to bfloat16 first",
     ),
     (
         "heads that do not divide",
