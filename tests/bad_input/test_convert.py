@@ -16,7 +16,7 @@ INDEX = "model.safetensors.index.json"
 FIRST = "model-00001-of-00002.safetensors"
 CONFIG = "hf/config.json"
 IN = "convert import hf --out made"
-QWEN3 = "it must be mixtral, llama, qwen3, qwen3_moe, olmoe, qwen2_moe, deepseek_v3, deepseek_v2, gpt_oss"
+QWEN3 = "it must be mixtral, llama, qwen3, qwen3_moe, olmoe, qwen2_moe, deepseek_v3, deepseek_v2, gpt_oss, kimi_k2"
 Damage = Callable[[Path], object]
 
 
