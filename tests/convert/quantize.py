@@ -1,18 +1,19 @@
 """Slow encoders and decoders of quantised tensors, and golden models whose weights are quantised."""
 
 import json
+import re
 from pathlib import Path
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from moe_jax.convert.files import INDEX
-from tests.convert.golden import changed
+from tests.convert.golden import GOLDEN, changed
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-BLOCK = (16, 24)  # most matrices of golden models are no multiples of it
+_MATRIX = re.compile(r"model\.layers.*(_proj|_proj_with_mqa)(\.weight)?")  # routers and norms stay
 
 
 class Quantized(NamedTuple):
@@ -52,17 +53,17 @@ def mxfp4_values(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return out
 
 
-def fp8(x: np.ndarray) -> Quantized:
+def fp8(x: np.ndarray, blocks: tuple[int, int]) -> Quantized:
     """A stack of matrices, with the largest of each block at the largest code."""
     codes = np.empty(x.shape, np.uint8)
-    scales = np.empty((*x.shape[:-2], *(-(-size // block) for size, block in zip(x.shape[-2:], BLOCK, strict=True))))
+    scales = np.empty((*x.shape[:-2], *(-(-size // block) for size, block in zip(x.shape[-2:], blocks, strict=True))))
     table = np.array([e4m3(code) for code in range(256)])
     for *above, row, column in np.ndindex(scales.shape):
-        where = (*above, *(slice(i * block, (i + 1) * block) for i, block in zip((row, column), BLOCK, strict=True)))
+        where = (*above, *(slice(i * block, (i + 1) * block) for i, block in zip((row, column), blocks, strict=True)))
         scales[(*above, row, column)] = scale = np.float32(np.abs(x[where]).max() / 448)
         codes[where] = np.nanargmin(np.abs(table - x[where][..., None] / scale), axis=-1)
     single = scales.astype(np.float32)
-    return Quantized({"": codes.view(jnp.float8_e4m3fn), "_scale_inv": single}, fp8_values(codes, single, BLOCK))
+    return Quantized({"": codes.view(jnp.float8_e4m3fn), "_scale_inv": single}, fp8_values(codes, single, blocks))
 
 
 def mxfp4(experts: int, rows: int, columns: int, seed: int) -> Quantized:
@@ -71,6 +72,27 @@ def mxfp4(experts: int, rows: int, columns: int, seed: int) -> Quantized:
     blocks = rng.integers(0, 256, (experts, columns, rows // 32, 16), np.uint8)
     scales = rng.integers(120, 125, blocks.shape[:-1], np.uint8)
     return Quantized({"_blocks": blocks, "_scales": scales}, mxfp4_values(blocks, scales))
+
+
+def deepseek_v3(folder: Path, source: Path, block: tuple[int, int]) -> tuple[Path, Path]:
+    """Of the golden model, or of a folder with the same tensors: all matrices of blocks but the routers'."""
+    tensors = load_file(source / "model.safetensors")
+    found = {name: fp8(x, block) for name, x in tensors.items() if _MATRIX.fullmatch(name)}
+    settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": block, "dequantize": True}
+    return pair("deepseek_v3", folder, {"quantization_config": settings}, tensors, found)
+
+
+def gpt_oss(folder: Path) -> tuple[Path, Path]:
+    """With 1 and 2 groups of rows in a matrix."""
+    tensors, found, hidden, width = load_file(GOLDEN / "gpt_oss" / "model.safetensors"), {}, 64, 32
+    for layer in range(2):
+        experts = f"model.layers.{layer}.mlp.experts."
+        found[f"{experts}gate_up_proj"] = mxfp4(4, width, 2 * hidden, layer)
+        found[f"{experts}down_proj"] = mxfp4(4, hidden, width, layer + 2)
+        bias = np.linspace(-1, 1, 4 * 2 * hidden, dtype=np.float32)
+        tensors[f"{experts}gate_up_proj_bias"] = bias.reshape(4, 2 * hidden)
+    method = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"], "dequantize": True}
+    return pair("gpt_oss", folder, {"intermediate_size": hidden, "quantization_config": method}, tensors, found)
 
 
 def pair(
@@ -95,4 +117,4 @@ def write(folder: Path, tensors: dict[str, np.ndarray]) -> None:
     files = {name: f"model-{1 + name.endswith(('_scale_inv', '_scales'))}.safetensors" for name in tensors}
     for file in set(files.values()):
         save_file({name: x for name, x in tensors.items() if files[name] == file}, folder / file)
-    (folder / INDEX).write_text(json.dumps({"weight_map": files}))
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))

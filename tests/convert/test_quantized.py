@@ -1,12 +1,10 @@
 """Quantised weights: the values of slow decoders bit for bit, and the logits of the dequantised model."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from moe_jax.config import MeshConfig
 from moe_jax.convert.files import Weights
@@ -17,10 +15,8 @@ from tests.convert import quantize
 from tests.convert.golden import GOLDEN, logits_in, read
 from tests.convert.test_fused import fuse
 
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": quantize.BLOCK}
-MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]}
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 SPLIT = MeshConfig(data=1, expert=2, tensor=2)
-_MATRIX = re.compile(r"model\.layers.*(_proj|_proj_with_mqa)(\.weight)?")  # the router's and norms stay
 
 
 def all_slices(sizes, rng, number):
@@ -68,32 +64,14 @@ def test_mxfp4_is_code_times_power_of_its_group(at_a_time, tmp_path, monkeypatch
                 weights.check({"w": shape})
 
 
-def deepseek(folder, source):
-    tensors = load_file(source / "model.safetensors")
-    found = {name: quantize.fp8(x) for name, x in tensors.items() if _MATRIX.fullmatch(name)}
-    return quantize.pair("deepseek_v3", folder, {"quantization_config": FP8}, tensors, found)
-
-
-def gpt_oss(folder):
-    """With 1 and 2 groups of rows in a matrix."""
-    tensors, found, hidden, width = load_file(GOLDEN / "gpt_oss" / "model.safetensors"), {}, 64, 32
-    for layer in range(2):
-        experts = f"model.layers.{layer}.mlp.experts."
-        found[f"{experts}gate_up_proj"] = quantize.mxfp4(4, width, 2 * hidden, layer)
-        found[f"{experts}down_proj"] = quantize.mxfp4(4, hidden, width, layer + 2)
-        bias = np.linspace(-1, 1, 4 * 2 * hidden, dtype=np.float32)
-        tensors[f"{experts}gate_up_proj_bias"] = bias.reshape(4, 2 * hidden)
-    settings = {"intermediate_size": hidden, "quantization_config": MXFP4}
-    return quantize.pair("gpt_oss", folder, settings, tensors, found)
-
-
 @pytest.fixture(params=["deepseek_v3", "deepseek_v3 fused", "gpt_oss"])
 def folders(request, tmp_path):
     """A quantised model, and the same one dequantised."""
     if request.param == "gpt_oss":
-        return gpt_oss(tmp_path)
+        return quantize.gpt_oss(tmp_path)
     fused = request.param.endswith("fused")
-    return deepseek(tmp_path, fuse("deepseek_v3", tmp_path) if fused else GOLDEN / "deepseek_v3")
+    source = fuse("deepseek_v3", tmp_path) if fused else GOLDEN / "deepseek_v3"
+    return quantize.deepseek_v3(tmp_path, source, (16, 24))  # most matrices are no multiples of it
 
 
 def test_a_quantised_model_is_the_dequantised_one(folders):
