@@ -13,7 +13,7 @@ from moe_jax.files.atomic import write_together
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _FILES = (
     *(TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "generation_config.json"),
-    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "tekken.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "tiktoken.model", "tekken.json"),
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
 )
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")

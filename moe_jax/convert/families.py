@@ -12,6 +12,7 @@ from moe_jax.convert.hf_config import ConvertError, HfConfig
 
 _MODULES = (mixtral, llama, qwen3, qwen3_moe, olmoe, qwen2_moe, deepseek_v3, deepseek_v2, gpt_oss)
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
+_BY_TYPE = FAMILIES | {name: family for family in FAMILIES.values() for name in family.also}
 
 # settings of `model.moe` that affect training or the capacity, but not the function that a checkpoint stores
 _TRAINING = {
@@ -25,9 +26,9 @@ _UNUSED = "unused"  # stands for the value of a setting that has no effect in a 
 def family_of(hf: HfConfig) -> Family:
     """Return the family that config.json names. Raises ConvertError if it is not supported."""
     name = hf.word("model_type")
-    if name not in FAMILIES:
-        raise ConvertError(f"{hf.where}: model_type={name!r} is not supported: it must be {', '.join(FAMILIES)}")
-    return FAMILIES[name]
+    if name not in _BY_TYPE:
+        raise ConvertError(f"{hf.where}: model_type={name!r} is not supported: it must be {', '.join(_BY_TYPE)}")
+    return _BY_TYPE[name]
 
 
 def family_that_holds(model: ModelConfig, name: str | None = None) -> Family:

@@ -1,12 +1,11 @@
 """The safetensors files of a Hugging Face model. Names and shapes are checked before tensors are read."""
 
 import json
-import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, Self, final
+from typing import Any, Self, final
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +14,9 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from moe_jax.convert.hf_config import ConvertError, read_json
+from moe_jax.convert.quantized import FLOATS, Dequantized, Form, Quantization
+from moe_jax.convert.stored import StoredTensor, are_equal, open_tensors
+from moe_jax.convert.tensors import Readable
 from moe_jax.files.untrusted import check_regular
 
 SUFFIX = ".safetensors"
@@ -27,42 +29,29 @@ DTYPES = {
 }
 _BLOCK = re.compile(r"model\.layers\.\d+\.")
 _DERIVED = "rotary_emb.inv_freq"  # a tensor of older files, which follows from the settings
-_COMPARED = 2**20  # numbers compared at a time
-_READ = ("F32", "BF16", "F16")  # the types that convert to float32 without rounding
-
-
-class StoredTensor(NamedTuple):
-    """A tensor in an open file."""
-
-    slices: Any  # safetensors' lazy slice
-    file: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.slices.get_shape())
 
 
 @final
 class Weights:
     """All tensors of a folder, by name, as a context. Raises ConvertError for files that are missing or damaged.
 
-    If several files have a tensor, the one that the index names is used.
+    If several files have a tensor, the one that the index names is used. Quantised tensors have the names and values of
+    their dequantised ones.
     """
 
-    def __init__(self, folder: Path):
-        self._folder, self._open = folder, ExitStack()
+    def __init__(self, folder: Path, quantization: Quantization | None = None):
+        self._folder, self._quantization, self._open = folder, quantization, ExitStack()
         self._tensors: dict[str, StoredTensor] = {}
         self._copies: dict[str, list[StoredTensor]] = {}  # further copies of tensors whose file the index does not name
 
     def __enter__(self) -> Self:
         named = self._index()
-        with ExitStack() as opening:
-            files = {file: self._open_file(file, opening) for file in sorted(set(named.values())) or [_SINGLE]}
-            self._open = opening.pop_all()
         stored: dict[str, list[StoredTensor]] = {}
-        for file, handle in files.items():
-            for name in handle.keys():  # noqa: SIM118 – the handle is not a dict
-                stored.setdefault(name, []).append(StoredTensor(handle.get_slice(name), file))
+        with ExitStack() as opening:
+            for file in sorted(set(named.values())) or [_SINGLE]:
+                for name, tensor in self._open_file(file, opening).items():
+                    stored.setdefault(name, []).append(tensor)
+            self._open = opening.pop_all()
         for name, found in stored.items():
             first, *copies = [each for each in found if each.file == named.get(name)] or found
             self._tensors[name] = first
@@ -76,9 +65,12 @@ class Weights:
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise ConvertError unless the folder has tensors of these names and shapes, and no others of the same blocks.
 
-        Their types must convert to float32 without rounding.
+        Their types must convert to float32 without rounding, or be those of the quantisation.
         """
+        forms: dict[str, Form] = {}
         for name, shape in shapes.items():
+            forms |= self._forms(name, shape)
+        for name, (shape, types) in forms.items():
             if name not in self._tensors:
                 raise ConvertError(
                     f"{self._folder} has no tensor {name}: fetch all of its files, or use another config.json"
@@ -89,20 +81,20 @@ class Weights:
                     f"{self._folder / found.file}: {name} is {list(found.shape)}, and config.json makes it "
                     f"{list(shape)}: use the files that belong together"
                 )
-            if found.slices.get_dtype() not in _READ:
+            if found.type not in types:
+                cure = "convert it to BF16 first" if types == FLOATS else f"it must be {' or '.join(types)}"
                 raise ConvertError(
-                    f"{self._folder / found.file}: {name} is of type {found.slices.get_dtype()}, which is not "
-                    "supported: convert it to BF16 first"
+                    f"{self._folder / found.file}: {name} is of type {found.type}, which is not supported: {cure}"
                 )
             for other in self._copies.get(name, ()):
-                if not _are_equal(found, other):
+                if not are_equal(found, other):
                     raise ConvertError(
                         f"{self._folder}: {found.file} and {other.file} have different numbers for {name}, and {INDEX} "
                         "names no file that has it: name one there"
                     )
 
-        blocks = {match[0] for name in shapes if (match := _BLOCK.match(name))}
-        for name in self._tensors.keys() - shapes.keys():
+        blocks = {match[0] for name in forms if (match := _BLOCK.match(name))}
+        for name in self._tensors.keys() - forms.keys():
             match = _BLOCK.match(name)
             if match and match[0] in blocks and not name.endswith(_DERIVED):
                 raise ConvertError(
@@ -110,13 +102,22 @@ class Weights:
                     "settings: use the files that belong together"
                 )
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> Readable:
         """Return a tensor, which is read from disk when it is sliced."""
+        if self._quantization is not None and (parts := self._quantization.parts(name, self._tensors)):
+            codes, scales = (self._tensors[part] for part in parts)
+            return Dequantized(self._quantization, codes, scales)
         return self._tensors[name].slices
 
     def names(self) -> Collection[str]:
-        """Return the names of all tensors."""
+        """Return the names of all tensors in the files."""
         return self._tensors.keys()
+
+    def _forms(self, name: str, shape: tuple[int, ...]) -> dict[str, Form]:
+        """Return the form of a tensor on disk, or those of its codes and scales, by name."""
+        if self._quantization is None or (parts := self._quantization.parts(name, self._tensors)) is None:
+            return {name: Form(shape)}
+        return dict(zip(parts, self._quantization.forms(name, shape), strict=True))
 
     def _index(self) -> dict[str, str]:
         """Return the file of each tensor, checked to be in this folder; an empty dict if all are in one file."""
@@ -141,23 +142,14 @@ class Weights:
             )
         return found
 
-    def _open_file(self, name: str, opening: ExitStack) -> Any:
+    def _open_file(self, name: str, opening: ExitStack) -> dict[str, StoredTensor]:
         try:
             check_regular(self._folder / name)
-            return opening.enter_context(safetensors.safe_open(self._folder / name, framework="numpy"))
+            return dict(open_tensors(self._folder / name, opening))
         except FileNotFoundError:
             raise ConvertError(f"{self._folder / name} is missing, and {INDEX} names it: fetch it, too") from None
         except (OSError, safetensors.SafetensorError) as error:
             raise ConvertError(f"{self._folder / name} cannot be read ({error}): fetch it again") from None
-
-
-def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two copies of a tensor are equal, bit for bit. Only a part of each is in memory at a time."""
-    if (one.shape, one.slices.get_dtype()) != (other.shape, other.slices.get_dtype()):
-        return False
-    length, rows = one.shape[0], max(_COMPARED // max(math.prod(one.shape[1:]), 1), 1)
-    parts = [slice(start, min(start + rows, length)) for start in range(0, length, rows)]
-    return all(one.slices[part].tobytes() == other.slices[part].tobytes() for part in parts)
 
 
 def write_weights(

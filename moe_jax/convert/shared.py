@@ -4,13 +4,14 @@ from typing import Any
 
 from moe_jax.config import ModelConfig
 from moe_jax.convert.hf_config import HfConfig
+from moe_jax.convert.quantized import quantization_of
 from moe_jax.convert.rope import hf_rope, rope_settings
 
 
 def shared_settings(hf: HfConfig) -> dict[str, Any]:
     """Return the arguments of ModelConfig that are the same for all families."""
     hf.only("hidden_act", "silu")
-    hf.only("quantization_config")
+    quantization_of(hf)
     hf.only("mlp_bias", False)
     heads, hidden_size = hf.whole("num_attention_heads"), hf.whole("hidden_size")
     return {

@@ -11,6 +11,7 @@ from moe_jax.convert.family import Family
 from moe_jax.convert.files import Weights
 from moe_jax.convert.fused import stored_family
 from moe_jax.convert.hf_config import FILE, ConvertError, HfConfig, read_config, read_json
+from moe_jax.convert.quantized import quantization_of
 from moe_jax.convert.table import array_slices, disk_shapes
 
 ORIGIN = "imported_config.json"  # a copy of the config.json of the imported model, in the run's folder
@@ -61,7 +62,7 @@ def open_model(folder: Path, model: ModelConfig, upcycle: bool = False) -> Itera
     hf = read_config(folder)
     family = family_of(hf)
     check_same(folder, dense_twin(model) if upcycle else model, family.model(hf))
-    with Weights(folder) as weights:
+    with Weights(folder, quantization_of(hf)) as weights:
         stored = stored_family(family, weights.names())
         weights.check(disk_shapes(array_slices(model, stored)))
         yield weights, stored

@@ -16,7 +16,7 @@ INDEX = "model.safetensors.index.json"
 FIRST = "model-00001-of-00002.safetensors"
 CONFIG = "hf/config.json"
 IN = "convert import hf --out made"
-QWEN3 = "it must be mixtral, llama, qwen3, qwen3_moe, olmoe, qwen2_moe, deepseek_v3, deepseek_v2, gpt_oss"
+QWEN3 = "it must be mixtral, llama, qwen3, qwen3_moe, olmoe, qwen2_moe, deepseek_v3, deepseek_v2, gpt_oss, kimi_k2"
 Damage = Callable[[Path], object]
 
 
@@ -96,9 +96,10 @@ REFUSED = [
     ),
     (
         "quantised",
-        change(quantization_config={"quant_method": "fp8"}),
+        change(quantization_config={"quant_method": "awq", "bits": 4}),
         IN,
-        'hf/config.json: quantization_config={"quant_method": "fp8"} is not supported: it must be null',
+        "hf/config.json: quantization_config: quant_method='awq' is not supported: it must be 'fp8' in blocks, or "
+        "'mxfp4' of gpt_oss; convert the model to bfloat16 first",
     ),
     (
         "heads that do not divide",

@@ -15,6 +15,7 @@ from moe_jax.config.layer_layout import Stages
 from moe_jax.convert.families import FAMILIES, family_of
 from moe_jax.convert.files import Weights
 from moe_jax.convert.hf_config import read_config
+from moe_jax.convert.quantized import quantization_of
 from moe_jax.convert.read import read_params
 from moe_jax.models.parameters import param_dims
 from moe_jax.models.stages import stored_shapes
@@ -48,7 +49,7 @@ def read(folder: Path, mesh: MeshConfig | None = None) -> Any:
     settings = mesh or MeshConfig()
     config = Config(model=family.model(hf), mesh=settings)
     devices = jax.devices()[: 1 if mesh is None else int(np.prod(list(mesh.sizes.values())))]
-    with Weights(folder) as weights:
+    with Weights(folder, quantization_of(hf)) as weights:
         return read_params(weights, family, Stages.of(config), shapes_on(make_mesh(settings, devices), config))
 
 

@@ -9,8 +9,8 @@ import pytest
 from moe_jax.config import Config, DataConfig, ModelConfig, RopeScalingConfig, TrainConfig
 from moe_jax.convert.families import FAMILIES
 from moe_jax.convert.hf_config import HfConfig
-from moe_jax.convert.source import ORIGIN, longest_sequence
-from tests.convert.golden import GOLDEN, NAMES
+from moe_jax.convert.source import ORIGIN, longest_sequence, model_in
+from tests.convert.golden import GOLDEN, NAMES, changed
 
 HEADS = 64
 # transformers 5.23: rope_theta, num_key_value_heads (latents have none), max_position_embeddings
@@ -53,6 +53,18 @@ def test_gpt_oss_is_scaled_unless_it_says_otherwise():
         False,
     )
     assert without("gpt_oss", rope_parameters={"rope_type": "default"}).rope_scaling == RopeScalingConfig()
+
+
+def test_kimi_k2_is_a_deepseek_v3(tmp_path):
+    """With YaRN that has no ramp, as published, and no groups."""
+    rope = {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 16, "beta_fast": 1.0, "beta_slow": 1.0}
+    settings = {"rope_parameters": None, "rope_scaling": rope, "n_group": 1, "topk_group": 1}
+    folders = [
+        changed("deepseek_v3", tmp_path / name, model_type=name, **settings) for name in ("kimi_k2", "deepseek_v3")
+    ]
+    kimi, deepseek = (model_in(folder) for folder in folders)
+    assert kimi == deepseek
+    assert (kimi.moe.n_group, kimi.rope_scaling.slow_turns, kimi.rope_scaling.fast_turns) == (1, 1.0, 1.0)
 
 
 def test_deepseek_v3_has_groups_and_latents_by_default():

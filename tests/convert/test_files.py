@@ -53,7 +53,7 @@ def test_without_a_word_of_the_index_copies_must_agree(weight_map, tmp_path):
 
 def test_copies_are_compared_in_parts(tmp_path, monkeypatch):
     """The last row counts, too."""
-    monkeypatch.setattr("moe_jax.convert.files._COMPARED", 6)
+    monkeypatch.setattr("moe_jax.convert.stored._COMPARED", 6)
     test_without_a_word_of_the_index_copies_must_agree({}, tmp_path)
 
 

@@ -59,6 +59,15 @@ table(
         "largest difference": "1e-6 " + _digits(*(1e6 * each["largest_difference"] for each in _trained), digits=1),
     },
 )
+_quantized = [result("quantized")[name] for name in ("deepseek_v3", "gpt_oss")]
+table(
+    "convert.md",
+    "| | FP8, deepseek_v3 |",
+    {
+        "largest logit": _digits(*(each["largest_logit"] for each in _quantized), digits=1),
+        "largest difference": "1e-6 " + _digits(*(1e6 * each["largest_difference"] for each in _quantized), digits=1),
+    },
+)
 
 # docs/context.md and docs/exchange.md: compiled rings, forms over tensor ranks
 _rings = [result(f"ring_attention_{target}")["forms"] for target in ("h100_1x1x8", "v5p_2x2x2")]

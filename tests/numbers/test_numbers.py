@@ -44,6 +44,7 @@ OTHER = {
     "contributing.md": {"| everything |": NO_PROGRAM},
     "clusters.md": {"| where |": "versions that were tried", "| torchrun |": SETTING},
     "convert.md": {
+        "| `quantization_config` |": SETTING,
         "| | |": SETTING,
         "| | mixtral | llama |": "tests/convert/test_golden.py holds them to a bound; they are of one machine",
     },
