@@ -1,6 +1,7 @@
 """Configs with open settings: their value is `auto`, and the planner chooses it."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +35,8 @@ class Draft(Sections):
         """
         chosen = sections_of(self if base is None else base)
         for name, settings in sections.items():
-            allowed = {key: value for key, value in settings.items() if f"{name}.{key}" in self.open}
-            chosen[name] = dataclasses.replace(chosen[name], **allowed)
+            allowed = ((key, value) for key, value in settings.items() if f"{name}.{key}" in self.open)
+            chosen[name] = _replaced(chosen[name], *allowed)
         return Config(**chosen)
 
 
@@ -47,4 +48,13 @@ def open_draft(config: Sections, fixed: Set[str] = frozenset()) -> Draft:
 
 def sections_of(config: Sections) -> dict[str, Any]:
     """Return the sections of a config by name."""
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(Sections)}
+    return {name: getattr(config, name) for name in _NAMES}
+
+
+_NAMES = tuple(field.name for field in dataclasses.fields(Sections))
+
+
+@functools.lru_cache(maxsize=2**12)
+def _replaced(section: Any, *settings: tuple[str, object]) -> Any:
+    """The section with these settings: cached because a plan chooses the same ones on many meshes."""
+    return dataclasses.replace(section, **dict(settings))

@@ -575,12 +575,11 @@ class Sections:
         """The kind of training step that these settings require."""
         if self.mesh.pipeline > 1 or not self.schedule.pipeline_facts.needs_stages:
             return "pipelined"
-        unscheduled = ScheduleConfig()
         names = ("policy", "weight_grad", "grad_reduce")
-        is_unscheduled = all(getattr(self.schedule, name) == getattr(unscheduled, name) for name in names)
+        is_unscheduled = all(getattr(self.schedule, name) == getattr(ScheduleConfig, name) for name in names)
         return "plain" if is_unscheduled and self.exchange.reduction == "all_reduce" else "scheduled"
 
-    @property
+    @functools.cached_property
     def step_facts(self) -> StepFacts:
         """The properties of every step of this kind."""
         return STEP_FACTS[self.step_kind]

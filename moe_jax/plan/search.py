@@ -117,7 +117,7 @@ class PlanSearch:
             if not self._fits_somehow(base, *saving):
                 continue
             firsts: dict[bool, Config] = {}  # a scheduled step stores more, and so may need more parts of the batch
-            for each in self._saving(base, *saving):
+            for each in itertools.chain.from_iterable(self._saving(base, *saving)):
                 plain = each.schedule.policy_facts.cuts is None
                 if plain not in firsts and self.fits(self.memory(each)):
                     firsts[plain] = each
@@ -149,9 +149,8 @@ class PlanSearch:
         for remat, zero in itertools.product(_STAGED_REMATS, _ZEROS):
             if not self._fits_somehow(base, zero, remat):
                 continue
-            fitting = (each for each in self._saving(base, zero, remat) if self.fits(self.memory(each)))
-            firsts = {each.train.grad_accumulation: each for each in itertools.islice(_first_guesses(fitting), _PARTS)}
-            if firsts:
+            first_guesses = itertools.islice(self._first_guesses(base, zero, remat), _PARTS)
+            if firsts := {each.train.grad_accumulation: each for each in first_guesses}:
                 yield from firsts.values()
                 return
 
@@ -200,11 +199,16 @@ class PlanSearch:
         more = [parts for parts in accumulations(config) if parts > best.config.train.grad_accumulation]
         return self._best_of(best, ({"train": {"grad_accumulation": parts}} for parts in more[:_PARTS]))
 
-    def _saving(self, base: Config, zero: int, remat: str) -> Iterator[Config]:
+    def _first_guesses(self, base: Config, zero: int, remat: str) -> Iterator[Config]:
+        """The first config that fits with each number of parts."""
+        for alike in self._saving(base, zero, remat):
+            yield from itertools.islice((each for each in alike if self.fits(self.memory(each))), 1)
+
+    def _saving(self, base: Config, zero: int, remat: str) -> Iterator[tuple[Config, ...]]:
         """Configs with these savings, in ever smaller parts of the batch, from the largest that fit on."""
         possible = accumulations(base)
         for parts in possible[self._first_fitting(base, zero, remat, possible) :]:
-            yield from self._in_parts(base, zero, remat, parts)
+            yield self._in_parts(base, zero, remat, parts)
 
     def _first_fitting(self, base: Config, zero: int, remat: str, possible: Sequence[int]) -> int:
         """The index of the fewest parts that fit. Smaller parts need less memory, except that one part adds nothing."""
@@ -300,12 +304,6 @@ class PlanSearch:
         by_parts = (self._in_parts(base, zero, remat, count) for count in reversed(parts))
         yield from next(filter(None, by_parts), ())
         yield from self._in_parts(base, zero, remat, parts[0])
-
-
-def _first_guesses(configs: Iterable[Config]) -> Iterator[Config]:
-    """The first config with each number of parts."""
-    for _, alike in itertools.groupby(configs, key=lambda config: config.train.grad_accumulation):
-        yield next(alike)
 
 
 def _remats(config: Config) -> tuple[str, ...]:
