@@ -35,7 +35,7 @@ def least_step_s(config: Config, cluster: Cluster) -> float:
         return 0.0
     step = Step(config, cluster)
     if config.step_facts.has_ticks:
-        seconds = PipelinedStep(config, cluster, step.measured, LeastPassTimes).seconds["step"]
+        seconds = PipelinedStep(config, cluster, step.measured, LeastPassTimes).step_s
     else:
         of_part_s = _BlockTimes(step).step_s(config.model.block_kinds)
         seconds = config.train.grad_accumulation * of_part_s + step.adding_parts_s
