@@ -102,6 +102,12 @@ class Stages:
         return tuple(_group_blocks(periods[end - size : end]) for size, end in zip(sizes, ends, strict=True))
 
     @functools.cached_property
+    def most_of_kind(self) -> dict[str, int]:
+        """The most blocks of each kind that a group has."""
+        groups = [[block.kind for block in group] for group in self.groups]
+        return {kind: max(group.count(kind) for group in groups) for kind in ("dense", "moe")}
+
+    @functools.cached_property
     def alike(self) -> tuple[int, ...]:
         """For each group, the index of the first one with the same blocks; the two ends are like no other."""
         last = len(self.groups) - 1

@@ -28,6 +28,7 @@ from moe_jax.plan.step_times import Step
 from moe_jax.plan.work import ITEM_BYTES
 from moe_jax.schedule.link_order import Priority, finish_times_s
 from moe_jax.schedule.pipelines.outline import Passes, outline_of, tick_slots
+from moe_jax.schedule.shape import StepShape
 
 
 class PipelinedStep:
@@ -48,6 +49,11 @@ class PipelinedStep:
     def timeline(self) -> Timeline:
         """The timeline of the longest model chunk with one part of the batch."""
         return self._times.timeline(max(self.stages.groups, key=len))
+
+    @property
+    def shape_of_period(self) -> StepShape:
+        """The shape of one period of blocks, whose tasks have as many parts as those of a model chunk."""
+        return self._times.shape_of_period
 
     @functools.cached_property
     def send_s(self) -> float:

@@ -8,9 +8,10 @@ and v5p in docs/plan.md.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 
-from moe_jax.config import Config
+from moe_jax.config import Config, ModelConfig
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.registry import PIPELINE_FACTS
 from moe_jax.plan.activation_memory import deferred_bytes, mode_of, sizes_of, stored_bytes
@@ -33,7 +34,7 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
     count = params.on_device(config, mesh)
     outline = outline_of(settings.pipeline, stages.stages, parts, stages.chunks)
     stream = sizes.item * sizes.own_tokens * model.hidden_size
-    no_mlp = dataclasses.replace(model, intermediate_size=0)
+    no_mlp = _without_mlp(model)
     slot = stream + _largest(
         stages,
         stored_bytes(sizes, no_mlp, "dense", mode, "task"),
@@ -77,9 +78,12 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
     )
 
 
+@functools.lru_cache(maxsize=64)
+def _without_mlp(model: ModelConfig) -> ModelConfig:
+    return dataclasses.replace(model, intermediate_size=0)
+
+
 def _largest(stages: Stages, common: float, of_kind: Callable[[str], float]) -> float:
     """Bytes for the largest chunk, with `common` bytes for each block, or more for blocks of each kind."""
-    groups = [[block.kind for block in group] for group in stages.groups]
-    most = {kind: max(group.count(kind) for group in groups) for kind in ("dense", "moe")}
-    extra = sum(count * (of_kind(kind) - common) for kind, count in most.items() if count)
-    return max(map(len, groups)) * common + extra
+    extra = sum(count * (of_kind(kind) - common) for kind, count in stages.most_of_kind.items() if count)
+    return max(map(len, stages.groups)) * common + extra

@@ -28,7 +28,7 @@ from moe_jax.plan.estimate import Estimate, estimate
 from moe_jax.plan.forward import best_ranges
 from moe_jax.plan.gradients import ITEM_BYTES
 from moe_jax.plan.least_time import least_step_s
-from moe_jax.plan.memory import StepMemory, step_memory
+from moe_jax.plan.memory import StepMemory, least_bytes, step_memory
 from moe_jax.plan.resources import parameters_per_device
 from moe_jax.plan.stage_parameters import stage_parameters_of
 from moe_jax.plan.tensor_forms import tensor_forms
@@ -103,6 +103,8 @@ class PlanSearch:
         default_factory=dict, init=False, compare=False
     )
     _memory: dict[Config, StepMemory] = field(default_factory=dict, init=False, compare=False)
+    # bases and ZeRO stages whose state and gradients alone do not fit
+    _too_large: set[tuple[Config, int]] = field(default_factory=set, init=False, compare=False)
 
     def fitting(self, base: Config) -> MeshConfigs:
         """Configs with each way to save memory, in as few parts of the batch as fit.
@@ -266,8 +268,11 @@ class PlanSearch:
         return self._memory[config]
 
     def fits(self, memory: StepMemory) -> bool:
+        return self._has_room(memory.total)
+
+    def _has_room(self, num_bytes: float) -> bool:
         limit = self.cluster.device.memory_bytes
-        return limit is None or self.memory_factor * memory.total <= limit * (1 - _MEMORY_LEFT)
+        return limit is None or self.memory_factor * num_bytes <= limit * (1 - _MEMORY_LEFT)
 
     def parameter_bytes(self, base: Config) -> int:
         """Bytes of a device's parameters, which no setting that saves memory shards."""
@@ -289,13 +294,14 @@ class PlanSearch:
         return min(map(self.memory, configs), key=lambda memory: memory.total)
 
     def _fits_somehow(self, base: Config, zero: int, remat: str) -> bool:
-        limit = self.cluster.device.memory_bytes
+        if (base, zero) in self._too_large:
+            return False
         for each in self._least(base, zero, remat):
-            memory = self.memory(each)
-            if self.fits(memory):
+            if not self._has_room(least_bytes(each, self.cluster.device.platform)):
+                self._too_large.add((base, zero))
+                return False
+            if self.fits(self.memory(each)):
                 return True
-            if limit is not None and self.memory_factor * memory.state > limit:
-                return False  # parameters and moments are the same in all of them
         return False
 
     def _least(self, base: Config, zero: int, remat: str) -> Iterator[Config]:

@@ -3,6 +3,7 @@
 Amounts are those of one device's whole batch; split into r parts, a part takes alpha + amount/r · beta (FSMoE, eq. 1).
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -99,6 +100,7 @@ class TaskTimes:
     def of(self, shape: StepShape) -> Seconds:
         """Seconds of each task of a shape."""
 
+        @functools.cache
         def seconds(action: Action) -> float:
             if action.direction == "G":
                 return self.reduce.seconds(self._bytes_of(action))

@@ -47,22 +47,21 @@ def simulate_streams(
     now_s, running, start_s = 0.0, dict[Stream, _Running](), dict[Action, float]()
     spans: dict[Action, Span] = {}
 
-    def startable() -> tuple[Stream, deque[Action]] | None:
+    def start_next() -> bool:
+        """Start a ready task of the lowest rank on a free stream. Returns whether another one may start."""
         for (_, stream), lane in by_rank:
             if lane and stream not in running and not waiting[lane[0]]:
-                return stream, lane
-        return None
+                action = lane.popleft()
+                start_s[action] = now_s
+                running[stream] = _Running(action, now_s + seconds(action))
+                _stretch(running, now_s, slowdown)
+                # a task of zero duration ends before a lower rank gets the stream
+                return running[stream].end_s > now_s
+        return False
 
-    while any(lanes.values()) or running:
-        # a task of zero duration ends before a lower rank gets the stream
-        while (found := startable()) is not None:
-            stream, lane = found
-            action = lane.popleft()
-            start_s[action] = now_s
-            running[stream] = _Running(action, now_s + seconds(action))
-            _stretch(running, now_s, slowdown)
-            if running[stream].end_s <= now_s:
-                break
+    while len(spans) < len(waiting):
+        while start_next():
+            pass
         if not running:
             stuck = next(lane[0] for lane in lanes.values() if lane)
             raise ScheduleError(
