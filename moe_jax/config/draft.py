@@ -33,11 +33,18 @@ class Draft(Sections):
         All other settings come from `base`. If it is None, they come from this draft, with defaults for open settings
         without a value. Raises ConfigError if the result is invalid.
         """
+        return Config(**self._chosen(base, sections))
+
+    def unchecked(self, base: Sections | None = None, **sections: Mapping[str, object]) -> Sections:
+        """Return what `choose` returns, without validation."""
+        return Sections(**self._chosen(base, sections))
+
+    def _chosen(self, base: Sections | None, sections: Mapping[str, Mapping[str, object]]) -> dict[str, Any]:
         chosen = sections_of(self if base is None else base)
         for name, settings in sections.items():
             allowed = ((key, value) for key, value in settings.items() if f"{name}.{key}" in self.open)
             chosen[name] = _replaced(chosen[name], *allowed)
-        return Config(**chosen)
+        return chosen
 
 
 def open_draft(config: Sections, fixed: Set[str] = frozenset()) -> Draft:

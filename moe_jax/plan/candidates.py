@@ -4,6 +4,7 @@ Only settings that a draft leaves open are chosen; the others are as the draft h
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from moe_jax.config import Config, ScheduleConfig, Sections
 from moe_jax.config.draft import Draft
 from moe_jax.config.layer_layout import Stages, check_blocks
 from moe_jax.config.registry import PIPELINE_FACTS, POLICY_FACTS
-from moe_jax.config.validate import check_batch_split
+from moe_jax.config.validate import check_batch_split, check_mesh
 from moe_jax.errors import ConfigError
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.placement import place
@@ -61,14 +62,17 @@ def on_meshes(draft: Draft, cluster: Cluster) -> Iterator[Config | Refused]:
     """
     for sizes in meshes(draft, cluster):
         try:
+            least_parts = _least_parts(draft, sizes)
+            mesh = {**sizes, "experts_over_context": _rule(draft, cluster, sizes)}
+            check_mesh(draft.unchecked(draft, mesh=mesh))  # no setting helps a mesh that is invalid itself
             overrides: list[Overrides] = [
                 {
-                    "mesh": {**sizes, "experts_over_context": _rule(draft, cluster, sizes)},
+                    "mesh": mesh,
                     "train": {"grad_accumulation": parts},
                     "schedule": {**each, **pipeline},
                     "exchange": {"context_form": CONTEXT_FORMS[0] if sizes["pipeline"] == 1 else "all_gather"},
                 }
-                for parts in _least_parts(draft, sizes)
+                for parts in least_parts
                 for pipeline in (pipelines() if sizes["pipeline"] > 1 else ({},))
                 for each in (guesses() if sizes["pipeline"] > 1 else schedules())
             ]
@@ -177,6 +181,7 @@ def policies(cuts: Literal["batch", "capacity"]) -> list[str]:
     return [name for name, facts in POLICY_FACTS.items() if facts.planned and facts.cuts == cuts]
 
 
+@functools.cache
 def guesses() -> tuple[Settings, ...]:
     """Good first guesses: scheduled steps, which store exchanged rows, and a plain step, which repeats exchanges."""
     batch = [scheduled(policy, degree) for policy in policies("batch") for degree in (2, 1)]
