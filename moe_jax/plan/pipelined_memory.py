@@ -71,11 +71,16 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
     return StepMemory(
         moment=moment,
         parameters=4 * count,
-        optimizer=int(8 * own_parameters(params, config, mesh)),
+        optimizer=moment_bytes(config, mesh),
         batch=int(4 * sizes.sequences * parts * (config.data.seq_len + 1)),
         **found,
         lost=compiler.reserved_bytes,
     )
+
+
+def moment_bytes(config: Config, mesh: Mapping[str, int]) -> int:
+    """Bytes of both moments, the only memory of a step with ticks that ZeRO shards."""
+    return int(8 * own_parameters(stage_parameters_of(config), config, mesh))
 
 
 @functools.lru_cache(maxsize=64)

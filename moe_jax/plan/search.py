@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from moe_jax.config import Config
-from moe_jax.config.draft import Draft
+from moe_jax.config.draft import Draft, sections_of
 from moe_jax.plan.candidates import (
     CHUNKS_MB,
     CONTEXT_FORMS,
@@ -29,6 +29,7 @@ from moe_jax.plan.forward import best_ranges
 from moe_jax.plan.gradients import ITEM_BYTES
 from moe_jax.plan.least_time import least_step_s
 from moe_jax.plan.memory import StepMemory, least_bytes, step_memory
+from moe_jax.plan.pipelined_memory import moment_bytes
 from moe_jax.plan.resources import parameters_per_device
 from moe_jax.plan.stage_parameters import stage_parameters_of
 from moe_jax.plan.tensor_forms import tensor_forms
@@ -103,6 +104,8 @@ class PlanSearch:
         default_factory=dict, init=False, compare=False
     )
     _memory: dict[Config, StepMemory] = field(default_factory=dict, init=False, compare=False)
+    # of steps with ticks, by all sections but the optimizer's
+    _with_ticks: dict[tuple[object, ...], StepMemory] = field(default_factory=dict, init=False, compare=False)
     # bases and ZeRO stages whose state and gradients alone do not fit
     _too_large: set[tuple[Config, int]] = field(default_factory=set, init=False, compare=False)
 
@@ -264,8 +267,17 @@ class PlanSearch:
 
     def memory(self, config: Config) -> StepMemory:
         if config not in self._memory:
-            self._memory[config] = step_memory(config, self.cluster.device.platform, config.mesh.sizes)
+            self._memory[config] = self._memory_of(config)
         return self._memory[config]
+
+    def _memory_of(self, config: Config) -> StepMemory:
+        mesh = config.mesh.sizes
+        if not config.step_facts.has_ticks:
+            return step_memory(config, self.cluster.device.platform, mesh)
+        others = tuple(value for name, value in sections_of(config).items() if name != "optimizer")
+        if others not in self._with_ticks:
+            self._with_ticks[others] = step_memory(config, self.cluster.device.platform, mesh)
+        return dataclasses.replace(self._with_ticks[others], optimizer=moment_bytes(config, mesh))
 
     def fits(self, memory: StepMemory) -> bool:
         return self._has_room(memory.total)
