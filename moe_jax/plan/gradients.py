@@ -69,9 +69,9 @@ class _Layout(NamedTuple):
         return ("context", "expert", "tensor"), ("context", "expert"), copies
 
 
-def params_by_group(owned: Owned, config: Config, mesh: Mapping[str, int]) -> Counter[DeviceGroup]:
+def params_by_group(owned: Owned, config: Config, mesh: Mapping[str, int]) -> Mapping[DeviceGroup, int]:
     """Parameters of one device, by the group of devices of its pipeline stage that have the same ones."""
-    return _params_by_group(owned, _Layout.of(config, mesh)).copy()
+    return _params_by_group(owned, _Layout.of(config, mesh))
 
 
 @functools.lru_cache(maxsize=2**14)
@@ -129,7 +129,7 @@ def _own_parameters(owned: tuple[Owned, ...], width: int, layout: _Layout) -> fl
 
 
 def _of_owner(
-    counts: Counter[DeviceGroup], bucket_cap_mb: float | None, parts: Mapping[DeviceGroup, int]
+    counts: Mapping[DeviceGroup, int], bucket_cap_mb: float | None, parts: Mapping[DeviceGroup, int]
 ) -> tuple[Sum, ...]:
     shared = {group: count for group, count in counts.items() if group.ranks > 1 and count}
     groups, ranks = tuple(shared), [parts[group] for group in shared]

@@ -155,7 +155,7 @@ class PassTimes:
     def _added_s(self, kinds: Iterable[str]) -> float:
         """Seconds to add the gradients of these blocks to those of earlier parts."""
         step, of_kind = self._step, owned_by_kind(self._step.config.model)
-        parameters = (params_by_group(of_kind[kind], step.config, step.mesh).total() for kind in kinds)
+        parameters = (sum(params_by_group(of_kind[kind], step.config, step.mesh).values()) for kind in kinds)
         return step.adding_s(sum(parameters))
 
 
