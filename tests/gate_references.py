@@ -145,6 +145,16 @@ def by_hash(p, x_TD, moe: MoEConfig, draws: Draws):
     return drawn([jax.random.fold_in(jax.random.key(0), int(number)) for number in draws.id_T], moe)
 
 
+def balanced(p, x_TD, moe: MoEConfig, draws: Draws):
+    """Pairs of the global batch, in order, are dealt to experts in turn; the turn steps by 5 of 8 experts."""
+    assert moe.num_experts == 8
+    turn = [0, 5, 2, 7, 4, 1, 6, 3]
+    best = np.array([[turn[(int(place) * moe.top_k + j) % 8] for j in range(moe.top_k)] for place in draws.place_T])
+    logit_TE = linear(p, x_TD)
+    prob_TE = jax.nn.softmax(logit_TE)
+    return weighted(prob_TE, best, moe), prob_TE, best, logit_TE
+
+
 GATES = {
     "softmax": softmax,
     "sigmoid": sigmoid,
@@ -156,6 +166,7 @@ GATES = {
     "hash": by_hash,
     "random": random,
     "batch_prioritised": softmax,
+    "balanced": balanced,
 }
 
 

@@ -284,6 +284,7 @@ def objective(
     context: int = 1,
     seed_and_step=None,
     sequence_B=None,
+    z_loss_multiplier=0.0,
 ):
     """The loss of a whole batch, and its parts and what the routers counted by name.
 
@@ -313,13 +314,16 @@ def objective(
     logits = norm(x, params["norm"], model.rms_norm_eps) @ head
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), token_BN1[:, 1:, None], axis=-1)
     cross_entropy = -picked.mean()
-    loss = cross_entropy + model.moe.aux_loss_coeff * balances + model.moe.z_loss_coeff * z_losses
+    z_loss = (jnp.log(jnp.exp(logits).sum(-1)) ** 2).mean()
+    head_loss = cross_entropy + z_loss_multiplier * z_loss
+    loss = head_loss + model.moe.aux_loss_coeff * balances + model.moe.z_loss_coeff * z_losses
     return loss, {
         "cross_entropy": cross_entropy,
         "load_balance_loss": balances,
         "router_z_loss": z_losses,
         "count_ME": counts_ME,
         "num_dropped_M": np.array(dropped, np.float32),
+        "z_loss": z_loss,
     }
 
 

@@ -304,7 +304,7 @@ REFUSED = {
     ),
     "model.moe.gate=noisey": (
         "model.moe.gate=noisey must be softmax, sigmoid, gpt_oss, noisy, xmoe, deepseek_v2, deepseek_v3, hash, random, "
-        "batch_prioritised, expert_choice or softmoe, or package.module:name: did you mean noisy?"
+        "batch_prioritised, expert_choice, softmoe or balanced, or package.module:name: did you mean noisy?"
     ),
     "model.moe.n_group=2": (
         "model.moe.n_group=2 is of gate deepseek_v2 and deepseek_v3, and model.moe.gate=softmax: "

@@ -470,6 +470,9 @@ class TrainConfig:
     # most tokens of a device whose logits are in memory at a time, see docs/memory.md; null: the tokens of 2²⁷ logits
     # (512 MiB)
     loss_chunk: int | None = number(None, Range(1, ANY))
+    # weight of the z-loss of the head's logits: the mean over tokens of their squared log-sum-exp, see docs/models.md.
+    # The router's is model.moe.z_loss_coeff
+    z_loss_multiplier: float = number(0.0, Range(0, LARGE))
     # with mesh.cpu_devices and jax below 0.11: XLA's older emitters, which compile a step in half the time. Losses of
     # different schedules or bucket sizes then agree except for their last bits, instead of bit for bit
     quick_compile: bool = False

@@ -1,7 +1,12 @@
-"""The final norm, the output head, and cross-entropy, computed at once or one chunk of tokens after another.
+"""The final norm, the output head, and its loss, computed at once or one chunk of tokens after another.
+
+The loss is the cross-entropy, and the z-loss of the logits if it has a weight (PaLM, Chowdhery et al. 2022, section 5).
 
 B sequences of this device, of which it has n tokens each, T = B·n; K chunks of c tokens; D model width, V vocabulary.
 """
+
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +20,26 @@ from moe_jax.parallel.trees import Tree
 _SCOPE = "cross_entropy"
 _NO_TOKEN = -1  # pads the last chunk
 _Gradients = tuple[jax.Array, jax.Array]
-_Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
+_Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]
+
+
+class LossTerms(NamedTuple):
+    """The terms of the head's loss, each a sum over tokens. They have no gradients."""
+
+    cross_entropy: Float[Array, ""]  # nats
+    z_loss: Float[Array, ""] | None  # squared log-sum-exp of the logits; None: it has no weight
+
+
+class HeadLoss(NamedTuple):
+    """The head's loss, summed over tokens."""
+
+    total: Float[Array, ""]  # cross-entropy + z_loss_multiplier · z-loss: what is differentiated
+    split: LossTerms | None  # None: the total is the cross-entropy
+
+    @property
+    def terms(self) -> LossTerms:
+        """The terms, also if there is only one."""
+        return LossTerms(self.total, None) if self.split is None else self.split
 
 
 def unembed(params: Tree, x_BnD: Float[Array, "B n D"], model: ModelConfig) -> Float[Array, "B n V"]:
@@ -23,21 +47,26 @@ def unembed(params: Tree, x_BnD: Float[Array, "B n D"], model: ModelConfig) -> F
     return wide_matmul(rms_norm(x_BnD, params["norm"], model.rms_norm_eps), _matrix(params, model))
 
 
-def cross_entropy(
-    params: Tree, x_BnD: Float[Array, "B n D"], target_Bn: Int[Array, "B n"], model: ModelConfig, loss_chunk: int | None
-) -> Float[Array, ""]:
-    """Return the sum of losses over all tokens, in nats. `loss_chunk` is the setting of the config."""
+def head_loss(
+    params: Tree,
+    x_BnD: Float[Array, "B n D"],
+    target_Bn: Int[Array, "B n"],
+    model: ModelConfig,
+    loss_chunk: int | None,
+    z_loss_multiplier: float,
+) -> HeadLoss:
+    """Return the loss of all tokens. `loss_chunk` and `z_loss_multiplier` are the settings of the config."""
     h_TD = rms_norm(x_BnD, params["norm"], model.rms_norm_eps).reshape(-1, model.hidden_size)
     matrix = _matrix(params, model)
     chunk = tokens_of_chunk(target_Bn.size, model.vocab_size, loss_chunk)
     if chunk == target_Bn.size:
         with jax.named_scope(_SCOPE):
-            return _at_once(h_TD, matrix, target_Bn.ravel())
+            return _at_once(z_loss_multiplier, h_TD, matrix, target_Bn.ravel())
     padding = -target_Bn.size % chunk
     h_KcD = jnp.pad(h_TD, ((0, padding), (0, 0))).reshape(-1, chunk, model.hidden_size)
     target_Kc = jnp.pad(target_Bn.ravel(), (0, padding), constant_values=_NO_TOKEN).reshape(-1, chunk)
     with jax.named_scope(_SCOPE):
-        return _by_chunks(h_KcD, matrix, target_Kc)
+        return _by_chunks(z_loss_multiplier, h_KcD, matrix, target_Kc)
 
 
 def _matrix(params: Tree, model: ModelConfig) -> Float[Array, "D V"]:
@@ -45,25 +74,29 @@ def _matrix(params: Tree, model: ModelConfig) -> Float[Array, "D V"]:
     return matrix
 
 
-@jax.custom_vjp
-def _at_once(h_TD: Float[Array, "T D"], head_DV: Float[Array, "D V"], target_T: Int[Array, " T"]) -> Float[Array, ""]:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _at_once(
+    z_weight: float, h_TD: Float[Array, "T D"], head_DV: Float[Array, "D V"], target_T: Int[Array, " T"]
+) -> HeadLoss:
     """Compute the loss of all tokens at once.
 
     In differentiation, the exponentials of the logits, and then their gradient, re-use the memory of the logits.
     Autodiff would scatter the part of the target into an array of the same size, and XLA:CPU would copy all of that
     transposed.
     """
-    return _at_once_forward(h_TD, head_DV, target_T)[0]
+    return _at_once_forward(z_weight, h_TD, head_DV, target_T)[0]
 
 
-def _at_once_forward(h_TD: jax.Array, head_DV: jax.Array, target_T: jax.Array) -> tuple[jax.Array, _Residuals]:
-    loss_T, exp_TV, sum_T = _losses(wide_matmul(h_TD, head_DV), target_T)
-    return loss_T.sum(), (h_TD, head_DV, target_T, exp_TV, sum_T)
+def _at_once_forward(
+    z_weight: float, h_TD: jax.Array, head_DV: jax.Array, target_T: jax.Array
+) -> tuple[HeadLoss, _Residuals]:
+    loss_T, lse_T, exp_TV, sum_T = _losses(wide_matmul(h_TD, head_DV), target_T, z_weight)
+    return _total(_sums(loss_T, lse_T), z_weight), (h_TD, head_DV, target_T, exp_TV, sum_T, lse_T)
 
 
-def _at_once_backward(residuals: _Residuals, d_total: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    h_TD, head_DV, target_T, exp_TV, sum_T = residuals
-    d_logit_TV = (_logit_gradients(exp_TV, sum_T, target_T) * d_total).astype(h_TD.dtype)
+def _at_once_backward(z_weight: float, residuals: _Residuals, d: HeadLoss) -> tuple[jax.Array, jax.Array, None]:
+    h_TD, head_DV, target_T, exp_TV, sum_T, lse_T = residuals
+    d_logit_TV = (_logit_gradients(exp_TV, sum_T, lse_T, target_T, z_weight) * d.total).astype(h_TD.dtype)
     d_head_DV = wide_matmul(h_TD.T, d_logit_TV).astype(head_DV.dtype)
     return d_logit_TV @ head_DV.astype(h_TD.dtype).T, d_head_DV, None
 
@@ -71,61 +104,90 @@ def _at_once_backward(residuals: _Residuals, d_total: jax.Array) -> tuple[jax.Ar
 _at_once.defvjp(_at_once_forward, _at_once_backward)
 
 
-@jax.custom_vjp
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _by_chunks(
-    h_KcD: Float[Array, "K c D"], head_DV: Float[Array, "D V"], target_Kc: Int[Array, "K c"]
-) -> Float[Array, ""]:
+    z_weight: float, h_KcD: Float[Array, "K c D"], head_DV: Float[Array, "D V"], target_Kc: Int[Array, "K c"]
+) -> HeadLoss:
     """Compute the loss chunk by chunk.
 
     In differentiation, the gradient of a chunk's logits is used as soon as it exists, so no logits are computed twice.
     """
     head = head_DV.astype(h_KcD.dtype)
 
-    def add_chunk(total: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+    def add_chunk(sums: LossTerms, chunk: tuple[jax.Array, jax.Array]) -> tuple[LossTerms, None]:
         h_cD, target_c = chunk
-        return total + _losses(wide_matmul(h_cD, head), target_c)[0].sum(), None
+        loss_c, lse_c, _, _ = _losses(wide_matmul(h_cD, head), target_c, z_weight)
+        return jax.tree.map(jnp.add, sums, _sums(loss_c, lse_c)), None
 
-    return jax.lax.scan(add_chunk, jnp.float32(0), (h_KcD, target_Kc))[0]
+    return _total(jax.lax.scan(add_chunk, no_loss(z_weight), (h_KcD, target_Kc))[0], z_weight)
+
+
+def no_loss(z_loss_multiplier: float) -> LossTerms:
+    """Return the terms before any token is added."""
+    return LossTerms(jnp.float32(0), jnp.float32(0) if z_loss_multiplier else None)
 
 
 def _losses(
-    logit_cV: Float[Array, "c V"], target_c: Int[Array, " c"]
-) -> tuple[Float[Array, " c"], Float[Array, "c V"], Float[Array, " c"]]:
-    """Return losses, exponentials of the logits minus the largest one, and the sums of these exponentials."""
+    logit_cV: Float[Array, "c V"], target_c: Int[Array, " c"], z_weight: float
+) -> tuple[Float[Array, " c"], Float[Array, " c"] | None, Float[Array, "c V"], Float[Array, " c"]]:
+    """Return cross-entropies, log-sum-exps if the z-loss has a weight, exponentials of the logits minus the largest
+    one, and the sums of these exponentials.
+    """
     max_c = logit_cV.max(axis=-1)
     exp_cV = jnp.exp(logit_cV - max_c[:, None])
     sum_c = exp_cV.sum(axis=-1)
-    loss_c = jnp.log(sum_c) + max_c - jnp.take_along_axis(logit_cV, target_c[:, None], axis=-1)[:, 0]
-    return jnp.where(target_c == _NO_TOKEN, 0, loss_c), exp_cV, sum_c
+    lse_c = jnp.log(sum_c) + max_c
+    loss_c = lse_c - jnp.take_along_axis(logit_cV, target_c[:, None], axis=-1)[:, 0]
+    is_padding_c = target_c == _NO_TOKEN
+    loss_c = jnp.where(is_padding_c, 0, loss_c)
+    return loss_c, jnp.where(is_padding_c, 0, lse_c) if z_weight else None, exp_cV, sum_c
+
+
+def _sums(loss_c: Float[Array, " c"], lse_c: Float[Array, " c"] | None) -> LossTerms:
+    return LossTerms(loss_c.sum(), None if lse_c is None else jnp.square(lse_c).sum())
+
+
+def _total(terms: LossTerms, z_weight: float) -> HeadLoss:
+    if terms.z_loss is None:
+        return HeadLoss(terms.cross_entropy, None)
+    return HeadLoss(terms.cross_entropy + z_weight * terms.z_loss, terms)
 
 
 def _logit_gradients(
-    exp_cV: Float[Array, "c V"], sum_c: Float[Array, " c"], target_c: Int[Array, " c"]
+    exp_cV: Float[Array, "c V"],
+    sum_c: Float[Array, " c"],
+    lse_c: Float[Array, " c"] | None,
+    target_c: Int[Array, " c"],
+    z_weight: float,
 ) -> Float[Array, "c V"]:
-    """Return the gradient of the sum of losses with respect to the logits."""
-    scale_c = jnp.where(target_c == _NO_TOKEN, 0, 1 / sum_c)
+    """Return the gradient of the total with respect to the logits."""
+    factor_c = 1 if lse_c is None else 1 + 2 * z_weight * lse_c  # softmax is the gradient of log-sum-exp, too
+    scale_c = jnp.where(target_c == _NO_TOKEN, 0, factor_c / sum_c)
     return exp_cV * scale_c[:, None] - (jnp.arange(exp_cV.shape[1]) == target_c[:, None])
 
 
-def _forward(h_KcD: jax.Array, head_DV: jax.Array, target_Kc: jax.Array) -> tuple[jax.Array, _Gradients]:
+def _forward(
+    z_weight: float, h_KcD: jax.Array, head_DV: jax.Array, target_Kc: jax.Array
+) -> tuple[HeadLoss, _Gradients]:
     head = head_DV.astype(h_KcD.dtype)
 
     def add_chunk(
-        sums: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, jax.Array]
-    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-        (total, d_head_DV), (h_cD, target_c) = sums, chunk
-        loss_c, exp_cV, sum_c = _losses(wide_matmul(h_cD, head), target_c)
-        d_logit_cV = _logit_gradients(exp_cV, sum_c, target_c).astype(h_cD.dtype)
-        return (total + loss_c.sum(), d_head_DV + wide_matmul(h_cD.T, d_logit_cV)), d_logit_cV @ head.T
+        sums: tuple[LossTerms, jax.Array], chunk: tuple[jax.Array, jax.Array]
+    ) -> tuple[tuple[LossTerms, jax.Array], jax.Array]:
+        (terms, d_head_DV), (h_cD, target_c) = sums, chunk
+        loss_c, lse_c, exp_cV, sum_c = _losses(wide_matmul(h_cD, head), target_c, z_weight)
+        d_logit_cV = _logit_gradients(exp_cV, sum_c, lse_c, target_c, z_weight).astype(h_cD.dtype)
+        terms = jax.tree.map(jnp.add, terms, _sums(loss_c, lse_c))
+        return (terms, d_head_DV + wide_matmul(h_cD.T, d_logit_cV)), d_logit_cV @ head.T
 
-    initial = jnp.float32(0), jnp.zeros(head_DV.shape, jnp.float32)
-    (total, d_head_DV), dh_KcD = jax.lax.scan(add_chunk, initial, (h_KcD, target_Kc))
-    return total, (dh_KcD, d_head_DV.astype(head_DV.dtype))
+    initial = no_loss(z_weight), jnp.zeros(head_DV.shape, jnp.float32)
+    (terms, d_head_DV), dh_KcD = jax.lax.scan(add_chunk, initial, (h_KcD, target_Kc))
+    return _total(terms, z_weight), (dh_KcD, d_head_DV.astype(head_DV.dtype))
 
 
-def _backward(gradients: _Gradients, d_total: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    # d_total itself in half precision would scale all by a rounding error
-    dh_KcD, d_head_DV = ((each.astype(jnp.float32) * d_total).astype(each.dtype) for each in gradients)
+def _backward(z_weight: float, gradients: _Gradients, d: HeadLoss) -> tuple[jax.Array, jax.Array, None]:
+    # d.total itself in half precision would scale all by a rounding error
+    dh_KcD, d_head_DV = ((each.astype(jnp.float32) * d.total).astype(each.dtype) for each in gradients)
     return dh_KcD, d_head_DV, None
 
 

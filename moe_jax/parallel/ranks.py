@@ -67,12 +67,13 @@ def ranks_per_node(devices: np.ndarray, *dims: int, hosts: Sequence[int] = ()) -
     `dims` are the dimensions of the mesh's devices over which the ranks run, as one. A node is a set of devices that
     fast links connect, as far as the devices report it: a slice if there are several; in one slice of TPUs a line of
     its torus, on which neighbours differ in one coordinate; otherwise a host. `hosts` has a number for the host of each
-    process; a process that it lacks, as of devices that are only compiled for, has a host of its own.
+    process; a process that it lacks, as of devices that are only compiled for, has a host of its own. So has a process
+    of CPU devices: between processes they are slower than within one, wherever they run.
     """
 
     def host_of(device: Any) -> tuple[bool, int]:
-        process = device.process_index
-        return (True, hosts[process]) if process < len(hosts) else (False, process)
+        process, is_cpu = device.process_index, device.platform == "cpu"
+        return (False, process) if is_cpu or process >= len(hosts) else (True, hosts[process])
 
     last = np.moveaxis(devices, dims, range(-len(dims), 0))
     lines = last.reshape(-1, math.prod(last.shape[-len(dims) :]))

@@ -84,8 +84,13 @@ def blocks_text(config: Config) -> str:
 
 
 def router_text(config: Config) -> dict[str, str]:
-    """A note that the loss does not train the router, if that is so."""
+    """A note on a router that does not choose experts, or that the loss does not train."""
     moe = config.model.moe
+    if moe.num_experts and moe.gate_facts.for_timing_only:
+        return {
+            "router": f"model.moe.gate={moe.gate} chooses experts whatever the tokens: for measuring speed, not for a "
+            "model"
+        }
     if moe.num_experts == 0 or moe.top_k > 1 or not (moe.norm_top1_prob or moe.gate_facts.sums_to_1):
         return {}
     return {

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import MoEConfig
+from moe_jax.models.head import LossTerms
 from moe_jax.models.moe import RouterStats, load_balance_loss, share_of_pairs
 
 Metrics = dict[str, jax.Array]
@@ -25,45 +26,61 @@ class ObjectiveParts(NamedTuple):
     router_z_loss: Float[Array, ""]
     count_ME: Int[Array, "M E"]
     num_dropped_M: Float[Array, " M"]
+    z_loss: Float[Array, ""] | None = None  # of the head's logits, mean per token; None: it has no weight
+
+    def of_head(self, z_loss_multiplier: float) -> Float[Array, ""]:
+        """Return the cross-entropy, with the weighted z-loss of the logits if there is one."""
+        if self.z_loss is None:
+            return self.cross_entropy
+        return self.cross_entropy + z_loss_multiplier * self.z_loss
 
     def auxiliary(self, moe: MoEConfig) -> Float[Array, ""]:
-        """Return the weighted losses that are added to the cross-entropy."""
+        """Return the weighted losses of the routers, which are added to the loss of the head."""
         return moe.aux_loss_coeff * self.load_balance_loss + moe.z_loss_coeff * self.router_z_loss
 
 
 def parts_of(
-    cross_entropy: Float[Array, ""],
+    head: LossTerms,
     stats: RouterStats | None,
     global_count_ME: Int[Array, "M E"] | None,
     global_tokens: int,
     moe: MoEConfig,
 ) -> ObjectiveParts:
-    """Return a device's share of each term, from its own router statistics and the global token counts of experts."""
+    """Return a device's share of each term.
+
+    They follow from its share of the head's terms, its own router statistics and the global token counts of experts.
+    """
     if stats is None or global_count_ME is None:
-        return ObjectiveParts(cross_entropy, *(jnp.float32(0),) * 2, jnp.zeros((0, 0), jnp.int32), jnp.zeros(0))
+        none = jnp.zeros((0, 0), jnp.int32), jnp.zeros(0)
+        return ObjectiveParts(head.cross_entropy, *(jnp.float32(0),) * 2, *none, head.z_loss)
     return ObjectiveParts(
-        cross_entropy=cross_entropy,
+        cross_entropy=head.cross_entropy,
         load_balance_loss=load_balance_loss(stats, global_count_ME, global_tokens, moe),
         router_z_loss=stats.z_sum.sum() / global_tokens,
         count_ME=stats.count_E,
         num_dropped_M=stats.num_dropped.astype(jnp.float32),
+        z_loss=head.z_loss,
     )
 
 
-def metrics_of(total: ObjectiveParts, norm: jax.Array, rate: jax.Array, moe: MoEConfig) -> Metrics:
+def metrics_of(
+    total: ObjectiveParts, norm: jax.Array, rate: jax.Array, moe: MoEConfig, z_loss_multiplier: float
+) -> Metrics:
     """Return the metrics of a step from the sums over devices, the gradient norm and the learning rate."""
     metrics = {
         "cross_entropy": total.cross_entropy,
         "grad_norm": norm,
         "learning_rate": rate,
     }
+    if total.z_loss is not None:
+        metrics["z_loss"] = total.z_loss
     if not total.count_ME.size:
-        return metrics | {"loss": total.cross_entropy}
+        return metrics | {"loss": total.of_head(z_loss_multiplier)}
     auxiliary = total.auxiliary(moe)
     load_ME = share_of_pairs(total.count_ME)
     pairs_M = total.count_ME.sum(axis=-1).astype(jnp.float32)  # the sum over blocks may exceed 32 bits
     return metrics | {
-        "loss": total.cross_entropy + auxiliary,
+        "loss": total.of_head(z_loss_multiplier) + auxiliary,
         "load_balance_loss": total.load_balance_loss,
         "router_z_loss": total.router_z_loss,
         "dropped_fraction": total.num_dropped_M.sum() / jnp.maximum(pairs_M.sum(), 1),

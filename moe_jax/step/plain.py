@@ -22,7 +22,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from moe_jax.models.gates.inputs import BatchPart
-from moe_jax.models.head import cross_entropy
+from moe_jax.models.head import head_loss
 from moe_jax.models.transformer import forward
 from moe_jax.parallel import background, zero
 from moe_jax.parallel.grad_sync import global_norm, sum_over_batch, sync_gradients
@@ -43,17 +43,18 @@ _Sum = TypeVar("_Sum")
 def objective(params: Params, inputs: StepInputs, context: StepContext) -> tuple[Float[Array, ""], ObjectiveParts]:
     """Return this device's share of the loss, and the share of each term of it.
 
-    The loss is cross-entropy + weighted load-balance and router z losses. The shares of all devices add up to the loss
-    of the global batch, and their gradients to its gradient. So no sum over devices is differentiated, only exchanges
-    and the transfers between tensor and context ranks.
+    The loss is cross-entropy + the weighted z-loss of the logits + weighted load-balance and router z losses. The
+    shares of all devices add up to the loss of the global batch, and their gradients to its gradient. So no sum over
+    devices is differentiated, only exchanges and the transfers between tensor and context ranks.
     """
     model, compute, tokens = context.config.model, context.compute, context.global_tokens
     input_Bn, target_Bn = local_tokens(inputs.token_BN1)  # each context and tensor rank has n of N tokens
     x_BnD, stats = forward(params, input_Bn, model, compute, inputs.router_inputs(context), inputs.slot_ME)
-    nats = cross_entropy(params, x_BnD, target_Bn, model, compute.loss_chunk) / tokens
+    sums = head_loss(params, x_BnD, target_Bn, model, compute.loss_chunk, context.config.train.z_loss_multiplier)
+    head = jax.tree.map(lambda total: total / tokens, sums)
     count_ME = None if stats is None else sum_over_batch(stats.count_E)
-    parts = parts_of(nats, stats, count_ME, tokens, model.moe)
-    return nats + parts.auxiliary(model.moe), parts
+    parts = parts_of(head.terms, stats, count_ME, tokens, model.moe)
+    return head.total + parts.auxiliary(model.moe), parts
 
 
 def gradients(params: Params, inputs: StepInputs, context: StepContext) -> tuple[Grads, ObjectiveParts]:
@@ -116,7 +117,7 @@ def train_step(
         parts = jax.tree.map(lambda part: depend_on(part, norm, compute.platform) if part.size else part, parts)
     total = sum_over_batch(parts)
     rate = learning_rate(config)(updates_done(state["optimizer"]))
-    metrics = metrics_of(total, norm, rate, config.model.moe)
+    metrics = metrics_of(total, norm, rate, config.model.moe, config.train.z_loss_multiplier)
     is_good = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
     if max_loss is not None:
         is_good &= metrics["loss"] <= max_loss

@@ -43,7 +43,7 @@ CONFIG = [
         "several lines",
         "'model.moe.gate=\"a\\nb\"'",
         "model.moe.gate=a b must be softmax, sigmoid, gpt_oss, noisy, xmoe, deepseek_v2, deepseek_v3, hash, random, "
-        "batch_prioritised, expert_choice or softmoe, or package.module:name",
+        "batch_prioritised, expert_choice, softmoe or balanced, or package.module:name",
     ),
     ("a yes for a stage", "optimizer.zero=true", "optimizer.zero=True must be 0 or 1 or 2"),
     (

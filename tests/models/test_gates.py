@@ -6,6 +6,7 @@ T tokens, D features, E experts, k choices.
 import dataclasses
 import functools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from moe_jax.config.gates import gate_parameters
 from moe_jax.config.registry import GATE_FACTS
 from moe_jax.models.dispatchers import GATE_DISPATCHERS, dispatcher_of
 from moe_jax.models.gates import GATES, gate_of
+from moe_jax.models.gates.balanced import rotation
 from moe_jax.models.gates.choice import ExpertChoiceRouting, SoftRouting, TopKRouting
 from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.models.moe import RouterStats, load_balance_loss
@@ -113,13 +115,15 @@ def test_the_table_knows_every_gate():
 def test_the_documentation_has_every_gate_and_what_it_reached():
     text, root = (DOCS / "gates.md").read_text(), DOCS.parent
     reached = json.loads((root / "profiling" / "results" / "gates.json").read_text())["gates"]
-    assert list(reached) == list(GATES)
+    assert list(reached) == [gate for gate, facts in GATE_FACTS.items() if not facts.for_timing_only]
     for gate, values in reached.items():
         losses = f"{values['validation_loss']:.3f} | {values['training_loss']:.3f}"
         dropped = f"{100 * values['dropped_fraction']:.1f} %"
         reached_row = f"{losses} | {values['load_max_over_mean']:.2f} | {dropped} | {values['parameters']:,}"
         assert f"| `{gate}` | {reached_row} |" in text
         assert text.count(f"\n| `{gate}` |") == 2, "what it is, and what was measured"
+    for gate in GATE_FACTS.keys() - reached.keys():
+        assert text.count(f"\n| `{gate}` |") == 1, "what it is"
 
 
 @pytest.mark.parametrize(
@@ -225,6 +229,38 @@ def test_a_hash_gives_a_token_the_same_experts_wherever_it_stands():
     assert counts.max() < 1.3 * counts.mean(), "a random hash spreads a vocabulary evenly"
 
 
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (6, 5), (1, 1), (2**16, 3), (2**16, 2**16 - 1)])
+def test_balanced_experts_get_as_many_pairs_each(experts, top_k):
+    """From any token on, of the fewest tokens whose pairs are a multiple of the experts."""
+    moe = moe_of("balanced", num_experts=experts, top_k=top_k)
+    period = experts // math.gcd(experts, top_k)
+    checked = min(period, 2**18 // top_k)  # not all pairs of the last case, which is there for its large products
+    for start in (0, 5, 2**31 - 1 - checked):
+        expert_Tk = np.asarray(rotation(jnp.arange(start, start + checked, dtype=jnp.int32), moe))
+        assert all(len(set(own.tolist())) == top_k for own in expert_Tk[:3])
+        counts = np.bincount(expert_Tk.ravel(), minlength=experts)
+        assert counts.size == experts
+        if checked == period:
+            assert len(set(counts.tolist())) == 1
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16, 32])
+def test_neighbours_of_a_balanced_gate_are_spread_over_ranks(ranks):
+    """The 8 experts of a token are on all of up to 8 ranks, and none has more than one above an even share."""
+    rank_Tk = np.asarray(rotation(jnp.arange(32, dtype=jnp.int32), moe_of("balanced", num_experts=256, top_k=8)))
+    for own in rank_Tk // (256 // ranks):
+        counts = np.bincount(own, minlength=ranks)
+        assert counts.max() <= -(-8 // ranks) + 1
+        assert (counts > 0).sum() >= min(ranks, 8) - 1
+
+
+def test_a_balanced_gate_reads_neither_features_nor_step():
+    moe = moe_of("balanced")
+    choose = functools.partial(gate_of(moe), params_of(moe), moe=moe)
+    others = choose(-features(), router_inputs_of(seed=8, step=12, block=4)).decision
+    np.testing.assert_array_equal(choose(features(), router_inputs_of()).decision.expert_Tk, others.expert_Tk)
+
+
 @pytest.mark.parametrize("gate", BIASED)
 def test_a_bias_of_scores_counts_in_the_choice_and_not_in_the_weights(gate):
     moe = moe_of(gate, norm_topk_prob=False, routed_scaling_factor=1.5, bias_update_rate=0.0)
@@ -303,5 +339,5 @@ def test_the_loss_of_blocks_that_no_token_chooses_an_expert_in_is_zero_and_so_is
             assert (grad_ME > 0).any() == used
             assert kind == "pooled" or not grad_ME[0].any()
     total = ObjectiveParts(jnp.float32(1), jnp.float32(0), jnp.float32(0), jnp.zeros((1, 8), jnp.int32), jnp.zeros(1))
-    for name, value in metrics_of(total, jnp.float32(0), jnp.float32(0), moe_of("softmax")).items():
+    for name, value in metrics_of(total, jnp.float32(0), jnp.float32(0), moe_of("softmax"), 0.0).items():
         assert jnp.isfinite(value).all(), name

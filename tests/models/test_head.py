@@ -1,4 +1,4 @@
-"""Cross-entropy by chunks of tokens against all logits at once: values, gradients, and what is in memory."""
+"""The loss by chunks of tokens against all logits at once: values, gradients, and what is in memory."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ import pytest
 
 from moe_jax.config import ModelConfig, MoEConfig
 from moe_jax.config.loss_chunks import tokens_of_chunk
-from moe_jax.models.head import cross_entropy
+from moe_jax.models.head import HeadLoss, LossTerms, head_loss
 from tests import references
 
 MODEL = ModelConfig(vocab_size=40, hidden_size=16, num_layers=1, num_attention_heads=2, moe=MoEConfig(num_experts=0))
@@ -24,28 +24,38 @@ def example(model, sequences=3, length=8):
     return params, x_BnD, rng.integers(0, 40, (sequences, length))
 
 
-def twin(params, x_BnD, target_Bn, model):
+def twin(params, x_BnD, target_Bn, model, z_weight):
     head = params["embedding"].T if model.tie_word_embeddings else params["head"]
-    log_share = jax.nn.log_softmax(references.norm(x_BnD, params["norm"], model.rms_norm_eps) @ head)
-    return -sum(log_share[i, j, target_Bn[i, j]] for i, j in np.ndindex(target_Bn.shape)) / target_Bn.size
+    logits = references.norm(x_BnD, params["norm"], model.rms_norm_eps) @ head
+    log_share = jax.nn.log_softmax(logits)
+    nats = -sum(log_share[i, j, target_Bn[i, j]] for i, j in np.ndindex(target_Bn.shape)) / target_Bn.size
+    if not z_weight:
+        return nats, HeadLoss(nats, None)
+    z_loss = (jnp.log(jnp.exp(logits).sum(axis=-1)) ** 2).mean()
+    return nats + z_weight * z_loss, HeadLoss(nats + z_weight * z_loss, LossTerms(nats, z_loss))
 
 
-def loss_of(model, loss_chunk):
+def loss_of(model, loss_chunk, z_weight=0.0):
     def mean(params, x_BnD, target_Bn):
-        return cross_entropy(params, x_BnD, target_Bn, model, loss_chunk) / target_Bn.size
+        sums = head_loss(params, x_BnD, target_Bn, model, loss_chunk, z_weight)
+        loss = jax.tree.map(lambda total: total / target_Bn.size, sums)
+        return loss.total, loss
 
     return mean
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("tied", "z_weight"), [(False, 0.0), (True, 0.0), (False, 0.3)])
 @pytest.mark.parametrize(("loss_chunk", "length", "size"), [(None, 8, 24), (7, 8, 6), (12, 13, 10)])
-def test_chunks_have_the_loss_and_gradients_of_the_whole(tied, loss_chunk, length, size):
+def test_chunks_have_the_loss_and_gradients_of_the_whole(tied, z_weight, loss_chunk, length, size):
     """None: all 24 tokens at once; 7: four chunks of 6; 12, of 39 tokens: four of 10, one token of them filling."""
     model = dataclasses.replace(MODEL, tie_word_embeddings=tied)
     params, x_BnD, target_Bn = example(model, length=length)
     assert tokens_of_chunk(target_Bn.size, model.vocab_size, loss_chunk) == size
-    expected = jax.value_and_grad(twin, argnums=(0, 1))(params, x_BnD, target_Bn, model)
-    found = jax.jit(jax.value_and_grad(loss_of(model, loss_chunk), argnums=(0, 1)))(params, x_BnD, target_Bn)
+    expected = jax.value_and_grad(twin, argnums=(0, 1), has_aux=True)(params, x_BnD, target_Bn, model, z_weight)
+    run = jax.jit(jax.value_and_grad(loss_of(model, loss_chunk, z_weight), argnums=(0, 1), has_aux=True))
+    found = run(params, x_BnD, target_Bn)
+    without_gradient = jax.jit(loss_of(model, loss_chunk, z_weight))(params, x_BnD, target_Bn)
+    chex.assert_trees_all_close(without_gradient, expected[0], rtol=1e-5)
     chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
@@ -53,8 +63,8 @@ def test_half_precision_is_as_exact_as_without_chunks():
     params, x_BnD, target_Bn = example(MODEL, length=64)
 
     def gradients(x_BnD, loss_chunk):
-        run = jax.jit(jax.grad(loss_of(MODEL, loss_chunk), argnums=(0, 1)))
-        return [np.float32(leaf) for leaf in jax.tree.leaves(run(params, x_BnD, target_Bn))]
+        run = jax.jit(jax.grad(loss_of(MODEL, loss_chunk), argnums=(0, 1), has_aux=True))
+        return [np.float32(leaf) for leaf in jax.tree.leaves(run(params, x_BnD, target_Bn)[0])]
 
     expected = gradients(x_BnD, None)
     errors = [
@@ -71,7 +81,7 @@ def test_no_array_has_all_logits():
     params = {"norm": np.ones(width, np.float32), "head": np.ones((width, vocab_size), np.float32)}
     given = params, np.ones((1, tokens, width), np.float32), np.zeros((1, tokens), np.int32)
     for loss_chunk in (None, 64):
-        step = jax.jit(jax.grad(loss_of(model, loss_chunk), argnums=(0, 1)))
+        step = jax.jit(jax.grad(loss_of(model, loss_chunk), argnums=(0, 1), has_aux=True))
         sizes.append(step.lower(*given).compile().memory_analysis().temp_size_in_bytes)
     assert sizes[0] >= 4 * tokens * vocab_size
     assert sizes[1] < tokens * vocab_size
@@ -81,7 +91,7 @@ def test_operands_of_half_precision_stay_so():
     """A product of the logits' float32 gradient would run at a fraction of the speed."""
     params, x_BnD, target_Bn = example(MODEL)
     for loss_chunk in (None, 6):
-        step = jax.jit(jax.grad(loss_of(MODEL, loss_chunk), argnums=(0, 1)))
+        step = jax.jit(jax.grad(loss_of(MODEL, loss_chunk), argnums=(0, 1), has_aux=True))
         text = step.lower(params, jnp.bfloat16(x_BnD), target_Bn).as_text()
         products = [line for line in text.splitlines() if "dot_general" in line]
         assert len(products) == 3

@@ -95,7 +95,6 @@ def _plans() -> list[Piece]:
     vanilla, parts = spread("unified_over_vanilla"), spread("unified_over_expert_pipeline")
     return [
         ("scaling.md", f"the exposed share of the step is {hundreds(min(large), 0)} to {hundreds(max(large), 0)} %"),
-        ("plan.md", f"Kimi K2 faster still, in {plans['plans']['kimi_k2']['step_s']:.2f} s"),
         ("numbers.md", f"against {steps['configurations']} measured steps"),
         (
             "numbers.md",

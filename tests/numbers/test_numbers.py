@@ -31,7 +31,10 @@ OTHER = {
     "architecture.md": {"| factor |": NO_PROGRAM, "| | plain | scheduled |": SETTING},
     "bad_numbers.md": {"| key |": SETTING, "| temporaries, MB |": NO_PROGRAM},
     "checkpoints.md": {"| the lock is of |": SETTING},
-    "compiled.md": {"| step of `configs/bench/fine_grained.yaml` |": "tests/test_same_program.py"},
+    "compiled.md": {
+        "| step of `configs/bench/fine_grained.yaml` |": "tests/test_same_program.py",
+        "| compiled for | ragged": "tests/test_same_program.py",
+    },
     "data.md": {"| file | documents |": SETTING, "| 94 MB of text |": NO_PROGRAM},
     "balance.md": {
         "| `load_balancing_type` |": SETTING,
@@ -63,8 +66,9 @@ OTHER = {
     },
     "plan.md": {
         "| printed | meaning |": SETTING,
+        "| `--cluster` | |": SETTING,
         "| | sharded |": SETTING,
-        "| | all axes |": "what `moe_jax.plan` prints",
+        "| | all axes |": "tests/test_plan_figures.py",
     },
     "published.md": {
         **dict.fromkeys(("| rows, counted", "| run | source |", "| devices | collective |"), "tests/test_published.py"),
@@ -80,7 +84,7 @@ OTHER = {
     "results.md": {
         "quickstart in an empty clone": NO_PROGRAM,
         "| all tests |": NO_PROGRAM,
-        "planning DeepSeek-V3": "what `moe_jax.plan` prints; seconds were timed by hand",
+        "planning DeepSeek-V3": "tests/test_plan_figures.py",
     },
     "scaling.md": {"| model |": "tests/test_docs.py"},
     "scope.md": {"| left out": SETTING, "| missing |": SETTING},

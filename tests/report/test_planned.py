@@ -93,7 +93,7 @@ def test_an_order_of_tasks_that_is_slower_as_compiled_is_not_the_plan(
             f"HloModule m, is_scheduled=true\n\nENTRY %main () -> f32[] {{\n  %p = f32[1] parameter(0)\n  {line}\n}}\n"
         )
         sizes = dict.fromkeys(("argument_bytes", "temporary_bytes", "result_bytes", "peak_bytes"), 0)
-        return text, Outcome(num_devices=8, schedule=None, compile_s=1.0, versions={}, **sizes)
+        return text, Outcome(num_devices=8, mesh={"data": 8}, schedule=None, compile_s=1.0, versions={}, **sizes)
 
     monkeypatch.setattr(planned, "compile_job", compile_job)
     fixed = draft()

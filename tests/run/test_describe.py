@@ -39,6 +39,10 @@ def test_a_router_that_the_loss_does_not_teach_is_reported() -> None:
         assert ("the loss gives the router no gradient" in text) != silent, settings
 
 
+def test_a_router_that_chooses_whatever_the_tokens_is_reported() -> None:
+    assert router_text(small_config(1, 1, gate="balanced"))["router"].endswith("for measuring speed, not for a model")
+
+
 def test_attention_without_a_fused_kernel_gives_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     config = small_config(1, 1)
     mesh = make_mesh(config.mesh, jax.devices()[:1])

@@ -50,7 +50,7 @@ def sharded_gradients(config: Config, params: Any, token_BN1: np.ndarray, step: 
     def body(params: Any, token_bN1: jax.Array) -> Result:
         grads, parts = kind.gradients(params, StepInputs(token_bN1, batch_part), context)
         total = sum_over_batch(parts)
-        loss = total.cross_entropy + total.auxiliary(config.model.moe)
+        loss = total.of_head(config.train.z_loss_multiplier) + total.auxiliary(config.model.moe)
         return Result(loss, grads, global_norm(grads, specs, "cpu"), total)
 
     everywhere = PartitionSpec()
@@ -100,6 +100,7 @@ def assert_is_reference(config: Config, result: Result, step: int | None = None)
     )
     np.testing.assert_array_equal(result.parts.count_ME, parts.count_ME, err_msg=f"pairs per expert, {mesh}")
     np.testing.assert_array_equal(result.parts.num_dropped_M, parts.num_dropped_M, err_msg=mesh)
+    assert result.parts.z_loss is None, "its weight is 0"
     for name in ("cross_entropy", "load_balance_loss", "router_z_loss"):
         value, expected = getattr(result.parts, name), getattr(parts, name)
         np.testing.assert_allclose(value, expected, rtol=5e-6, err_msg=f"{name}, {mesh}")

@@ -90,7 +90,8 @@ def trained(config: Config) -> Step:
     if "placement" in state:
         trees = by_expert(trees, jnp.asarray(slots_of(state)), stages)
     trees = {name: in_order(tree, stages) for name, tree in trees.items()}
-    names = ("loss", "grad_norm")
+    names = ("loss", "grad_norm", *(["z_loss"] if config.train.z_loss_multiplier else []))
+    assert ("z_loss" in metrics) == ("z_loss" in names)
     if config.model.moe.num_experts:
         names += (*LOSSES, "expert_load", "block_dropped_fraction")
     return Step({name: metrics[name] for name in names}, by_path(trees["mu"]), by_path(trees["params"]))
@@ -133,7 +134,7 @@ def reference(config: Config) -> Step:
     sequence_DAb = np.arange(config.train.batch_size).reshape(_sources(config), parts, -1)
     found = [_of_part(config, sequence_DAb[:, part].ravel()) for part in range(parts)]
     losses, grads = zip(*found, strict=True)
-    mean = {name: np.mean([each[name] for each in losses]) for name in ("loss", *LOSSES)}
+    mean = {name: np.mean([each[name] for each in losses]) for name in ("loss", "z_loss", *LOSSES)}
     count_ME, num_dropped_M = (sum(np.asarray(each[name]) for each in losses) for name in ("count_ME", "num_dropped_M"))
     grad = by_path(jax.tree.map(lambda *each: sum(each) / parts, *grads))
     norm = math.sqrt(sum(np.square(leaf).sum() for leaf in grad.values()))
@@ -154,6 +155,7 @@ def _of_part(config: Config, sequence_b: np.ndarray) -> tuple[dict[str, Any], An
     (loss, rest), grads = jax.value_and_grad(references.objective, has_aux=True)(
         *(some_params(model), tokens_of(config)[sequence_b], model, _sources(config), buffer),
         *(sizes["tensor"], sizes["context"], (config.train.seed, STEP), sequence_b),
+        config.train.z_loss_multiplier,
     )
     return jax.device_get(rest | {"loss": loss}), jax.device_get(grads)
 

@@ -87,7 +87,11 @@ FACTORS: dict[str, dict[str, str]] = {
     "products": {"whole_products": "", "fp8_products": "model.moe.expert_matmuls=fp8"},
     "hooks": {"bare": "", "bf16": "model.moe.hooks=bf16", "fp8": "model.moe.hooks=fp8"},
     "dtype": {"float32": "", "bfloat16": "train.compute_dtype=bfloat16"},
-    "head": {"whole_loss": "", "loss_chunks": "train.loss_chunk=5"},
+    "head": {
+        "whole_loss": "",
+        "loss_chunks": "train.loss_chunk=5",
+        "z_loss": "train.z_loss_multiplier=0.1",
+    },
     "experts": {
         "fixed": "",
         "moved": "migration.enabled=true migration.payback_steps=null",

@@ -14,8 +14,8 @@ from moe_jax.models.head import unembed
 from moe_jax.models.transformer import ComputeConfig, forward
 from moe_jax.run.sample import one_device_mesh, sample_tokens
 from tests.models.test_decode import on_one_device
-from tests.small import first_params, small_config
-from tests.step.gradients import assert_equals_reference
+from tests.small import first_params, small_config, tokens_of
+from tests.step.gradients import assert_equals_reference, assert_is_reference, sharded_gradients
 from tests.step.test_trainer import run_steps
 
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -49,6 +49,16 @@ def config_of(gate: str, mesh: tuple[int, int], schedule: str = "vanilla", **mor
 
 def test_blocks_that_run_in_a_loop_draw_numbers_of_their_own():
     assert_equals_reference(config_of("noisy", (2, 4), "unified", model={"num_layers": 4}), STEP)
+
+
+@pytest.mark.parametrize("schedule", ["vanilla", "unified"])
+def test_a_balanced_step_is_the_references_and_drops_nothing(schedule):
+    """Two sequences of six tokens on each of two devices: 24 pairs for eight experts, cut or not."""
+    config = config_of("balanced", (1, 2), schedule, batch_size=4)
+    result = sharded_gradients(config, first_params(config.model), tokens_of(config), STEP)
+    assert_is_reference(config, result, STEP)
+    assert (result.parts.count_ME == 6).all()
+    assert not result.parts.num_dropped_M.any()
 
 
 def test_stages_see_tokens_blocks_and_steps_as_a_step_without_stages_does():

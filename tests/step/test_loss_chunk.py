@@ -2,10 +2,12 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.config import Config
+from moe_jax.config import Config, MoEConfig
+from moe_jax.step.losses import ObjectiveParts, metrics_of
 from moe_jax.step.scheduled.step_dims import StepDims
 from moe_jax.step.trainer import make_trainer
 from tests.small import first_params, small_config, tokens_of
@@ -30,6 +32,13 @@ def test_loss_and_gradients_equal_the_reference(config, least, monkeypatch):
     """Of 12 tokens at once, in chunks of 4; `least`: tasks keep what they keep on TPUs."""
     monkeypatch.setattr(StepDims, "min_cut_remat", least)
     assert_equals_reference(in_chunks(config, 5))
+
+
+def test_the_loss_of_a_dense_model_has_the_z_loss():
+    none = jnp.float32(0)
+    parts = ObjectiveParts(jnp.float32(3), none, none, jnp.zeros((0, 0), jnp.int32), jnp.zeros(0), jnp.float32(20))
+    metrics = metrics_of(parts, none, none, MoEConfig(num_experts=0), 0.1)
+    assert (float(metrics["loss"]), float(metrics["cross_entropy"]), float(metrics["z_loss"])) == (5.0, 3.0, 20.0)
 
 
 def test_validation_computes_the_same():

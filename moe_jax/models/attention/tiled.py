@@ -11,6 +11,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from moe_jax.models.attention import tiles
@@ -30,7 +31,9 @@ from moe_jax.models.attention.tile_products import (
 Positions = tuple[jax.Array, jax.Array]  # [n] of queries and [m] of keys
 Documents = tuple[jax.Array, jax.Array]  # numbers of the documents [B, n] of queries and [B, m] of keys
 Masks = tuple[Positions, Documents | None]
-Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array, Masks, jax.Array, jax.Array]
+# the pairs of tiles, of which a scheduled step that scans its blocks makes a constant
+Pairs = jax.Array | np.ndarray
+Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, Pairs, Masks, jax.Array, jax.Array]
 
 
 def whole_sequence(
@@ -113,13 +116,13 @@ def _inputs(
     query_BnHK: jax.Array,
     key_BmGK: jax.Array,
     value_BmGV: jax.Array,
-    pairs_P2: jax.Array,
+    pairs_P2: Pairs,
     masks: Masks,
     tile: int,
     window: int | None,
     scale: float,
 ) -> TileInputs:
     # without it JAX would find the masks equal in all blocks, and compute those of all tiles before the scan over these
-    pairs_P2, masks, query_BnHK = jax.lax.optimization_barrier((pairs_P2, masks, query_BnHK))
+    table_P2, masks, query_BnHK = jax.lax.optimization_barrier((jnp.asarray(pairs_P2), masks, query_BnHK))
     query_BnGJK = by_group(query_BnHK, key_BmGK)
-    return TileInputs(query_BnGJK, key_BmGK, value_BmGV, pairs_P2, *masks, tile, window, scale)
+    return TileInputs(query_BnGJK, key_BmGK, value_BmGV, table_P2, *masks, tile, window, scale)

@@ -6,6 +6,7 @@ b sequences of one microbatch on this device, N local tokens of each, D model wi
 import jax
 import jax.numpy as jnp
 
+from moe_jax.models.head import LossTerms
 from moe_jax.models.transformer import ComputeConfig, embed
 from moe_jax.parallel.sequence_shards import OwnTokens
 from moe_jax.parallel.trees import Tree
@@ -26,19 +27,19 @@ def embedding_gradient(params: Tree, tokens: OwnTokens, dx_bND: jax.Array, compu
     return pullback(dx_bND)[0]
 
 
-def share_of_loss(dims: StepDims, params: Tree, x_bND: jax.Array, tokens: OwnTokens) -> jax.Array:
-    """Return this device's share of the cross-entropy."""
+def share_of_loss(dims: StepDims, params: Tree, x_bND: jax.Array, tokens: OwnTokens) -> LossTerms:
+    """Return this device's share of the terms of the head's loss."""
     tasks = _tasks(dims, params, x_bND, tokens)
     for r in range(dims.microbatches):
         tasks.forward(Action("F", "head", NO_BLOCK, r))
-    return tasks.cross_entropy
+    return tasks.losses
 
 
 def head_gradients(
     dims: StepDims, params: Tree, x_bND: jax.Array, tokens: OwnTokens
-) -> tuple[jax.Array, jax.Array, Tree]:
-    """Return this device's share of the cross-entropy, and its gradients with respect to the residual stream and the
-    head's parameters.
+) -> tuple[LossTerms, jax.Array, Tree]:
+    """Return this device's share of the terms of the head's loss, and the loss's gradients with respect to the residual
+    stream and the head's parameters.
 
     Forward and backward alternate part by part, so only one part's logits are in memory at a time.
     """
@@ -51,7 +52,7 @@ def head_gradients(
         if dims.shape.split_weight_grad:
             tasks.weights(back._replace(direction="W"))
     dx_bND = jnp.concatenate([tasks.dx[r] for r in range(dims.microbatches)])
-    return tasks.cross_entropy, dx_bND, tasks.grads["head", NO_BLOCK]
+    return tasks.losses, dx_bND, tasks.grads["head", NO_BLOCK]
 
 
 def _tasks(dims: StepDims, params: Tree, x_bND: jax.Array, tokens: OwnTokens) -> Tasks:

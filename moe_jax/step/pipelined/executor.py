@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.config.registry import EXCHANGE_FACTS
+from moe_jax.models.head import LossTerms, no_loss
 from moe_jax.parallel.ordering import barrier_after
 from moe_jax.parallel.pipeline import (
     Receive,
@@ -61,6 +62,7 @@ class PipelineStage:
     def __init__(self, params: Params, inputs: StepInputs, context: StepContext, plan: PipelinedPlan):
         config, compute = context.config, context.compute
         self.params, self.plan, self.compute, self._model = params, plan, compute, config.model
+        self._z_loss_multiplier = config.train.z_loss_multiplier
         self.slot_ME = inputs.slot_ME  # placement of all blocks' experts; None: experts in order
         by_microbatch = functools.partial(_by_microbatch, microbatches=plan.table.microbatches)
         self.tokens = OwnTokens(*map(by_microbatch, local_tokens(inputs.token_BN1)))
@@ -89,7 +91,7 @@ class PipelineStage:
         """Return the state before the first tick of a step, with or without a backward pass."""
         model, slots = self._model, self.plan.slots
         zeros, nothing = jnp.zeros(self._x_bND.shape, self._x_bND.dtype), jnp.float32(0)
-        num_moe = model.block_kinds.count("moe")
+        num_moe, head = model.block_kinds.count("moe"), no_loss(self._z_loss_multiplier)
         counts_ME = jnp.zeros((num_moe, model.moe.num_experts if num_moe else 0), jnp.int32)
         return State(
             x_bND=zeros,
@@ -102,7 +104,7 @@ class PipelineStage:
             weight=self.weight.empty() if backward else [],
             taken=self.taken.empty() if backward and self._copies_saved else [],
             grads=zero_gradients(self.params, self.plan) if backward else {},
-            parts=ObjectiveParts(nothing, nothing, nothing, counts_ME, jnp.zeros(num_moe)),
+            parts=ObjectiveParts(head.cross_entropy, nothing, nothing, counts_ME, jnp.zeros(num_moe), head.z_loss),
         )
 
     def tick(self, state: State, row: Row) -> State:
@@ -359,8 +361,9 @@ class PipelineStage:
                 state = state._replace(saved=self.saved.write(state.saved, number, work.saved, done.residuals))
         return state._replace(x_bND=done.x_bND)
 
-    def _add_loss(self, state: State, loss: jax.Array) -> State:
-        return state._replace(parts=state.parts._replace(cross_entropy=state.parts.cross_entropy + loss))
+    def _add_loss(self, state: State, loss: LossTerms) -> State:
+        so_far = LossTerms(state.parts.cross_entropy, state.parts.z_loss)
+        return state._replace(parts=state.parts._replace(**jax.tree.map(jnp.add, so_far, loss)._asdict()))
 
 
 def _by_microbatch(x_Bn: jax.Array, microbatches: int) -> jax.Array:

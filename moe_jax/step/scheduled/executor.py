@@ -15,7 +15,7 @@ from moe_jax.config import ModelConfig
 from moe_jax.models.dispatch import Arrival, Phase, TokenExchange
 from moe_jax.models.dispatchers.protocol import CapacityState, DispatchMetadata, ExpertRows
 from moe_jax.models.dispatchers.ragged import Stored, lane_experts
-from moe_jax.models.head import cross_entropy
+from moe_jax.models.head import HeadLoss, head_loss, no_loss
 from moe_jax.models.hooks import hooks_of
 from moe_jax.models.moe import RouterContext, RouterStats, run_experts
 from moe_jax.models.transformer import (
@@ -82,7 +82,8 @@ class Tasks:
         self.stats: dict[tuple[int, int], RouterStats] = {}  # by block and microbatch
         self.share: Callable[[int], jax.Array]  # block → each expert's share of the block's (token, choice) pairs
         self.grads: dict[tuple[str, int], Tree] = {}
-        self.cross_entropy = jnp.float32(0)
+        self.z_loss_multiplier = dims.config.train.z_loss_multiplier
+        self.losses = no_loss(self.z_loss_multiplier)  # of the head
         self.order = IssueOrder(dims.compute.platform)
         self.awaits_rows = False  # whether backward attend tasks wait for their rows before any computation
 
@@ -170,17 +171,18 @@ class Tasks:
     def _head(self, action: Action) -> None:
         model, blocks = self.dims.config.model, len(self.dims.shape.kinds)
 
-        def share(weights: Tree, x: jax.Array, tokens: jax.Array) -> jax.Array:
-            return cross_entropy(weights, x, tokens, model, self.dims.compute.loss_chunk) / self.dims.global_tokens
+        def share(weights: Tree, x: jax.Array, tokens: jax.Array) -> HeadLoss:
+            sums = head_loss(weights, x, tokens, model, self.dims.compute.loss_chunk, self.z_loss_multiplier)
+            return jax.tree.map(lambda total: total / self.dims.global_tokens, sums)
 
         matrix = "embedding" if model.tie_word_embeddings else "head"
         weights = {name: self.ends[name] for name in ("norm", matrix)}
         for r in self.dims.microbatches_of(action):
             self.add_combine_to_residual(r, blocks)
             function = partial(share, tokens=self.tokens[r].target_Bn)
-            loss = self._differentiate(("head", action.block, r), function, weights, self.x.pop(r))
-            self.order.record_compute(loss)
-            self.cross_entropy += loss
+            loss: HeadLoss = self._differentiate(("head", action.block, r), function, weights, self.x.pop(r))
+            self.order.record_compute(loss.total)
+            self.losses = jax.tree.map(jnp.add, self.losses, loss.terms)
 
     # backward
 
@@ -194,8 +196,10 @@ class Tasks:
             self._exchange(self.dflow, action)
 
     def _head_back(self, action: Action) -> None:
+        of_terms = [jnp.float32(0)] * (2 if self.z_loss_multiplier else 0)  # only the total is differentiated
         for r in self.dims.microbatches_of(action):
-            (self.dx[r],) = self._pull("head", action.block, r, [self.order.after_compute(jnp.float32(1))])
+            cotangents = [self.order.after_compute(jnp.float32(1)), *of_terms]
+            (self.dx[r],) = self._pull("head", action.block, r, cotangents)
             self.order.record_compute(self.dx[r])
             self.add_combine_to_residual_back(r, len(self.dims.shape.kinds))
 

@@ -131,4 +131,4 @@ def _gathered(total: Callable[[int], Tree], model: ModelConfig, stacked: dict[in
 
 def _parts(sums: GradientReducer, context: StepContext) -> ObjectiveParts:
     stats, tokens = sums.stats(), context.global_tokens
-    return parts_of(sums.tasks.cross_entropy, stats, sums.count_ME, tokens, context.config.model.moe)
+    return parts_of(sums.tasks.losses, stats, sums.count_ME, tokens, context.config.model.moe)
