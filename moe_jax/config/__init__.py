@@ -8,6 +8,7 @@ from moe_jax.config.sections import (
     CheckpointConfig,
     DataConfig,
     ExchangeConfig,
+    HashedOnce,
     LatentConfig,
     LogConfig,
     MeshConfig,
@@ -48,11 +49,13 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(Sections):
+class Config(HashedOnce, Sections):
     """The validated settings of one experiment.
 
     Creating a Config validates it: an invalid setting raises ConfigError with its name, its value and the cure.
     """
+
+    __hash__ = HashedOnce.__hash__
 
     def __post_init__(self) -> None:
         check_config(self)

@@ -1,6 +1,7 @@
 """Configs with open settings: their value is `auto`, and the planner chooses it."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
@@ -32,11 +33,18 @@ class Draft(Sections):
         All other settings come from `base`. If it is None, they come from this draft, with defaults for open settings
         without a value. Raises ConfigError if the result is invalid.
         """
+        return Config(**self._chosen(base, sections))
+
+    def unchecked(self, base: Sections | None = None, **sections: Mapping[str, object]) -> Sections:
+        """Return what `choose` returns, without validation."""
+        return Sections(**self._chosen(base, sections))
+
+    def _chosen(self, base: Sections | None, sections: Mapping[str, Mapping[str, object]]) -> dict[str, Any]:
         chosen = sections_of(self if base is None else base)
         for name, settings in sections.items():
-            allowed = {key: value for key, value in settings.items() if f"{name}.{key}" in self.open}
-            chosen[name] = dataclasses.replace(chosen[name], **allowed)
-        return Config(**chosen)
+            allowed = ((key, value) for key, value in settings.items() if f"{name}.{key}" in self.open)
+            chosen[name] = _replaced(chosen[name], *allowed)
+        return chosen
 
 
 def open_draft(config: Sections, fixed: Set[str] = frozenset()) -> Draft:
@@ -47,4 +55,13 @@ def open_draft(config: Sections, fixed: Set[str] = frozenset()) -> Draft:
 
 def sections_of(config: Sections) -> dict[str, Any]:
     """Return the sections of a config by name."""
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(Sections)}
+    return {name: getattr(config, name) for name in _NAMES}
+
+
+_NAMES = tuple(field.name for field in dataclasses.fields(Sections))
+
+
+@functools.lru_cache(maxsize=2**12)
+def _replaced(section: Any, *settings: tuple[str, object]) -> Any:
+    """The section with these settings: cached because a plan chooses the same ones on many meshes."""
+    return dataclasses.replace(section, **dict(settings))

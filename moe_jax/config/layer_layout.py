@@ -101,6 +101,19 @@ class Stages:
         ends = list(itertools.accumulate(sizes))
         return tuple(_group_blocks(periods[end - size : end]) for size, end in zip(sizes, ends, strict=True))
 
+    @functools.cached_property
+    def most_of_kind(self) -> dict[str, int]:
+        """The most blocks of each kind that a group has."""
+        groups = [[block.kind for block in group] for group in self.groups]
+        return {kind: max(group.count(kind) for group in groups) for kind in ("dense", "moe")}
+
+    @functools.cached_property
+    def alike(self) -> tuple[int, ...]:
+        """For each group, the index of the first one with the same blocks; the two ends are like no other."""
+        last = len(self.groups) - 1
+        first = {group: index for index, group in reversed(list(enumerate(self.groups))) if 0 < index < last}
+        return tuple(first[group] if 0 < index < last else index for index, group in enumerate(self.groups))
+
     def group(self, stage: int, chunk: int) -> int:
         """Return the index of the group that is a stage's chunk."""
         return chunk * self.stages + stage

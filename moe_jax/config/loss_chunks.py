@@ -3,11 +3,13 @@
 The logits of one chunk of tokens are in memory at a time.
 """
 
+import functools
 import math
 
 _MOST_LOGITS = 2**27  # 512 MiB of 4 bytes each
 
 
+@functools.lru_cache(maxsize=2**12)
 def tokens_of_chunk(tokens: int, vocab_size: int, most: int | None) -> int:
     """Return the number of tokens in a chunk: the largest divisor of `tokens` that is at most `most`.
 

@@ -191,8 +191,26 @@ class AttentionView(NamedTuple):
     rope: bool  # whether queries and keys are rotated
 
 
+class HashedOnce:
+    """A frozen dataclass that is a key of many caches: its hash is computed once. It is not pickled, as hashes of
+    names differ between processes.
+
+    A subclass assigns `__hash__ = HashedOnce.__hash__`, since a dataclass would otherwise define its own.
+    """
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, each) for each in self.__dataclass_fields__))  # type: ignore[attr-defined]
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
+
+
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(HashedOnce):
     """The decoder: pre-norm blocks of attention and an MLP or MoE layer."""
 
     vocab_size: int = number(256, Range(2, 2**24))
@@ -215,6 +233,8 @@ class ModelConfig:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     latent: LatentConfig = field(default_factory=LatentConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
+
+    __hash__ = HashedOnce.__hash__
 
     @property
     def kv_heads(self) -> int:
@@ -578,12 +598,11 @@ class Sections:
         """The kind of training step that these settings require."""
         if self.mesh.pipeline > 1 or not self.schedule.pipeline_facts.needs_stages:
             return "pipelined"
-        unscheduled = ScheduleConfig()
         names = ("policy", "weight_grad", "grad_reduce")
-        is_unscheduled = all(getattr(self.schedule, name) == getattr(unscheduled, name) for name in names)
+        is_unscheduled = all(getattr(self.schedule, name) == getattr(ScheduleConfig, name) for name in names)
         return "plain" if is_unscheduled and self.exchange.reduction == "all_reduce" else "scheduled"
 
-    @property
+    @functools.cached_property
     def step_facts(self) -> StepFacts:
         """The properties of every step of this kind."""
         return STEP_FACTS[self.step_kind]

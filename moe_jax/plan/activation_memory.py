@@ -11,6 +11,7 @@ T is the number of tokens of a context rank, of which n belong to its tensor ran
 widths of its query and key heads, F hidden widths, all as sharded on its tensor rank.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -122,13 +123,13 @@ def _rows(config: Config, platform: str, mesh: Mapping[str, int], parts: int, to
         own = config.data.seq_len // (tensor * mesh["context"])
         width = own * min(moe.top_k, local_experts)
         if config.exchange.rank_capacity_factor is not None:
-            width = min(width, math.ceil(Fraction(str(config.exchange.rank_capacity_factor)) * own * moe.top_k / ranks))
+            width = min(width, math.ceil(_exact(config.exchange.rank_capacity_factor) * own * moe.top_k / ranks))
         received = tensor * ranks * width * (part // own)
         least, most = _tile_range(config.train.grouped_product, platform)
         tile = min(max(1 << (max(received // local_experts, 1).bit_length() - 1), least), most)
         padded = -(-(received + local_experts * (tile - 1)) // tile) * tile
         return RowCounts(sent=parts * received / tensor, computed=parts * padded)
-    slots = min(tokens, math.ceil(Fraction(str(moe.capacity_factor)) * moe.top_k * tokens / moe.num_experts))
+    slots = min(tokens, math.ceil(_exact(moe.capacity_factor) * moe.top_k * tokens / moe.num_experts))
     ragged = config.exchange.facts.ragged or (
         config.exchange.algorithm == OPEN_EXCHANGE
         and config.schedule.policy_facts.sends_ragged
@@ -150,6 +151,13 @@ def _rows(config: Config, platform: str, mesh: Mapping[str, int], parts: int, to
     )
 
 
+@functools.cache
+def _exact(factor: float) -> Fraction:
+    """A factor as it is written: 1.1 is eleven tenths."""
+    return Fraction(str(factor))
+
+
+@functools.cache
 def _tile_range(name: str, platform: str) -> tuple[int, int]:
     """The smallest and the largest tile of a grouped product: all kernels of its passes have to take it."""
     tiles = TILES[platform]

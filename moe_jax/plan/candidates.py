@@ -4,16 +4,17 @@ Only settings that a draft leaves open are chosen; the others are as the draft h
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from moe_jax.config import Config, ScheduleConfig, Sections
-from moe_jax.config.draft import Draft
+from moe_jax.config.draft import Draft, sections_of
 from moe_jax.config.layer_layout import Stages, check_blocks
 from moe_jax.config.registry import PIPELINE_FACTS, POLICY_FACTS
-from moe_jax.config.validate import check_batch_split
+from moe_jax.config.validate import check_batch_split, check_mesh
 from moe_jax.errors import ConfigError
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.placement import place
@@ -61,20 +62,27 @@ def on_meshes(draft: Draft, cluster: Cluster) -> Iterator[Config | Refused]:
     """
     for sizes in meshes(draft, cluster):
         try:
-            overrides: list[Overrides] = [
-                {
-                    "mesh": {**sizes, "experts_over_context": _rule(draft, cluster, sizes)},
-                    "train": {"grad_accumulation": parts},
-                    "schedule": {**each, **pipeline},
-                    "exchange": {"context_form": CONTEXT_FORMS[0] if sizes["pipeline"] == 1 else "all_gather"},
-                }
-                for parts in _least_parts(draft, sizes)
-                for pipeline in (pipelines() if sizes["pipeline"] > 1 else ({},))
-                for each in (guesses() if sizes["pipeline"] > 1 else schedules())
-            ]
-            yield next(choices(draft, draft, overrides), None) or _chosen(draft, draft, overrides[0])
+            least_parts = _least_parts(draft, sizes)
+            mesh = {**sizes, "experts_over_context": _rule(draft, cluster, sizes)}
+            check_mesh(draft.unchecked(draft, mesh=mesh))  # no setting helps a mesh that is invalid itself
+            tried = _on_mesh(mesh, least_parts)
+            yield next(choices(draft, draft, tried), None) or _chosen(draft, draft, next(_on_mesh(mesh, least_parts)))
         except ConfigError as error:
             yield Refused(mesh_text(sizes), str(error))
+
+
+def _on_mesh(mesh: Mapping[str, Any], least_parts: Iterable[int]) -> Iterator[Overrides]:
+    """What is tried on a mesh, until one is valid."""
+    staged = mesh["pipeline"] > 1
+    for parts in least_parts:
+        for pipeline in pipelines() if staged else ({},):
+            for each in guesses() if staged else schedules():
+                yield {
+                    "mesh": mesh,
+                    "train": {"grad_accumulation": parts},
+                    "schedule": {**each, **pipeline},
+                    "exchange": {"context_form": "all_gather" if staged else CONTEXT_FORMS[0]},
+                }
 
 
 def meshes(draft: Draft, cluster: Cluster) -> Iterator[dict[str, int]]:
@@ -135,7 +143,9 @@ def choices(draft: Draft, base: Sections, overrides: Iterable[Overrides]) -> Ite
     seen = set()
     for each in overrides:
         try:
-            found = _chosen(draft, base, each)
+            sections = _sections(draft, base, each)
+            _check_batch(sections)  # first, since it fails most often and takes least
+            found = _checked(sections)
         except ConfigError:
             continue
         if found not in seen:
@@ -145,6 +155,13 @@ def choices(draft: Draft, base: Sections, overrides: Iterable[Overrides]) -> Ite
 
 def _chosen(draft: Draft, base: Sections, overrides: Overrides) -> Config:
     """The config with these overrides. Raises ConfigError."""
+    found = _checked(_sections(draft, base, overrides))
+    _check_batch(found)
+    return found
+
+
+def _sections(draft: Draft, base: Sections, overrides: Overrides) -> Sections:
+    """The settings with these overrides, not validated. Raises ConfigError for a policy that cuts missing experts."""
     schedule = dict(overrides.get("schedule", {}))
     if draft.model.moe.num_experts == 0 and POLICY_FACTS.of(str(schedule.get("policy"))).cuts == "capacity":
         raise ConfigError(f"schedule.policy={schedule['policy']} cuts slots of experts, and the model has none")
@@ -154,8 +171,16 @@ def _chosen(draft: Draft, base: Sections, overrides: Overrides) -> Config:
         schedule |= {"grad_reduce": "end", "bucket_cap_mb": None}
     if "schedule.grad_reduce" not in draft.open and draft.schedule.grad_reduce != "bucketed":
         schedule["bucket_cap_mb"] = None
-    found = draft.choose(base, **{**overrides, "schedule": schedule})
-    check_batch_split(found, found.mesh.data * found.mesh.expert)
+    return draft.unchecked(base, **{**overrides, "schedule": schedule})
+
+
+def _check_batch(sections: Sections) -> None:
+    check_batch_split(sections, sections.mesh.data * sections.mesh.expert)
+
+
+def _checked(sections: Sections) -> Config:
+    """The settings as a config. Raises ConfigError."""
+    found = Config(**sections_of(sections))
     Stages.of(found)
     return found
 
@@ -177,6 +202,7 @@ def policies(cuts: Literal["batch", "capacity"]) -> list[str]:
     return [name for name, facts in POLICY_FACTS.items() if facts.planned and facts.cuts == cuts]
 
 
+@functools.cache
 def guesses() -> tuple[Settings, ...]:
     """Good first guesses: scheduled steps, which store exchanged rows, and a plain step, which repeats exchanges."""
     batch = [scheduled(policy, degree) for policy in policies("batch") for degree in (2, 1)]

@@ -7,8 +7,8 @@ long as the one before; each further period is assumed to take as long, too.
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -24,6 +24,7 @@ from moe_jax.plan.pipelined import PipelinedStep, parameters_by_group
 from moe_jax.plan.resources import train_flops_per_token
 from moe_jax.plan.simulate import Timeline
 from moe_jax.plan.step_times import Step
+from moe_jax.schedule.shape import StepShape
 
 _PERIODS = 4  # simulated periods; up to twice as many if they differ
 _TOLERANCE = 0.02
@@ -51,9 +52,14 @@ class Estimate:
     cluster: Cluster
     step_s: float
     busy: Busy
-    timeline: Timeline  # of the model with few periods; in a pipeline, of a stage and one part of the batch
     leaves_node: bool  # whether exchanges go between nodes
     algorithm: str  # of the all-to-alls
+    simulated: Callable[[], Timeline] = field(repr=False, compare=False)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The timeline of the model with few periods; in a pipeline, of a stage and one part of the batch."""
+        return self.simulated()
 
     @property
     def tokens(self) -> int:
@@ -114,7 +120,8 @@ def estimate(config: Config, cluster: Cluster) -> Estimate:
         # if the last period hid more than the one before, further ones are not assumed to hide ever more
         slope |= {"exposed": max(slope["exposed"], 0.0), "step": max(slope["step"], slope["compute"])}
         whole = {name: value + (periods - count) * slope[name] for name, value in whole.items()}
-    return _of(config, cluster, steps[-1], steps[-1].timeline, whole)
+    timeline = steps[-1].timeline
+    return _of(config, cluster, steps[-1], lambda: timeline, timeline.schedule.shape, whole)
 
 
 def _check_mesh(config: Config, cluster: Cluster) -> None:
@@ -155,10 +162,19 @@ def _last_ones_alike(steps: Sequence[Step]) -> bool:
 
 def _pipelined(config: Config, cluster: Cluster) -> Estimate:
     pipelined = PipelinedStep(config, cluster, _measured(config))
-    return _of(config, cluster, pipelined.step, pipelined.timeline, pipelined.seconds)
+    return _of(
+        config, cluster, pipelined.step, lambda: pipelined.timeline, pipelined.shape_of_period, pipelined.seconds
+    )
 
 
-def _of(config: Config, cluster: Cluster, step: Step, timeline: Timeline, whole: dict[str, float]) -> Estimate:
+def _of(
+    config: Config,
+    cluster: Cluster,
+    step: Step,
+    simulated: Callable[[], Timeline],
+    shape: StepShape,
+    whole: dict[str, float],
+) -> Estimate:
     """Add the optimiser's update to the seconds of the whole step."""
     update_s = step.measured.rest_s
     if update_s is None:
@@ -169,9 +185,9 @@ def _of(config: Config, cluster: Cluster, step: Step, timeline: Timeline, whole:
         cluster=cluster,
         step_s=whole["step"] + update_s,
         busy=Busy(update=update_s, **parts),
-        timeline=timeline,
         leaves_node=step.collectives.leaves_node(step.experts),
-        algorithm=step.algorithm(timeline.schedule.shape),
+        algorithm=step.algorithm(shape),
+        simulated=simulated,
     )
 
 

@@ -122,7 +122,7 @@ class _Costs:
     """
 
     def __init__(self, step: Step, kinds: Sequence[str]):
-        self._times, self._squares_s, self._kinds = step.times(), step.squares_s(), kinds
+        self._times, self._squares_s, self._kinds = step.times, step.squares_s(), kinds
         self._compute = step.compute()
         self._shares = {kind: _shares(step.config.model, kind) for kind in set(kinds)}
 

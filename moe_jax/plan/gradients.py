@@ -46,11 +46,41 @@ def sums_of(config: Config, mesh: Mapping[str, int], bucket_cap_mb: float | None
     return tuple(_of_owner(each, bucket_cap_mb, parts) for each in groups)
 
 
-def params_by_group(owned: Owned, config: Config, mesh: Mapping[str, int]) -> Counter[DeviceGroup]:
+class _Layout(NamedTuple):
+    """What decides which devices have the same parameters."""
+
+    expert_axes: tuple[str, ...]
+    num_experts: int
+    replicas: int
+    sizes: tuple[tuple[str, int], ...]  # of the mesh's axes
+
+    @staticmethod
+    def of(config: Config, mesh: Mapping[str, int]) -> "_Layout":
+        """The layout of a config on a mesh of these sizes."""
+        return _Layout(config.mesh.expert_axes, config.model.moe.num_experts, config.replicas, tuple(mesh.items()))
+
+    @property
+    def axes_of_copies(self) -> tuple[tuple[str, ...], ...]:
+        """The axes of a stage, apart from data, with the same values on all ranks.
+
+        Three cases: parameters that every device has, those that tensor ranks shard, and experts.
+        """
+        copies = tuple(axis for axis in ("context", "expert") if axis not in self.expert_axes)
+        return ("context", "expert", "tensor"), ("context", "expert"), copies
+
+
+def params_by_group(owned: Owned, config: Config, mesh: Mapping[str, int]) -> Mapping[DeviceGroup, int]:
     """Parameters of one device, by the group of devices of its pipeline stage that have the same ones."""
-    expert, tensor = config.mesh.expert_ranks(mesh), mesh["tensor"]
-    slots, experts = config.expert_slots(mesh), max(config.model.moe.num_experts, 1)
-    everyone, tensor_apart, copies = (group_over(axes, mesh) for axes in _axes_of_copies(config))
+    return _params_by_group(owned, _Layout.of(config, mesh))
+
+
+@functools.lru_cache(maxsize=2**14)
+def _params_by_group(owned: Owned, layout: _Layout) -> Counter[DeviceGroup]:
+    mesh = dict(layout.sizes)
+    expert, tensor = math.prod(mesh[axis] for axis in layout.expert_axes), mesh["tensor"]
+    experts = max(layout.num_experts, 1)
+    slots = layout.num_experts + layout.replicas * expert
+    everyone, tensor_apart, copies = (group_over(axes, mesh) for axes in layout.axes_of_copies)
     of_group: Counter[DeviceGroup] = Counter()  # if an axis has one rank, several groups are equal
     of_group[everyone] += owned.whole
     of_group[tensor_apart] += owned.heads_and_hidden // tensor
@@ -63,9 +93,17 @@ def parts_of(config: Config, mesh: Mapping[str, int]) -> dict[DeviceGroup, int]:
 
     Nearly every array has that dimension; few have one that more devices divide.
     """
-    width = config.model.hidden_size if config.optimizer.zero else 1
+    return _parts_of(_sharded_width(config), _Layout.of(config, mesh))
+
+
+def _sharded_width(config: Config) -> int:
+    return config.model.hidden_size if config.optimizer.zero else 1
+
+
+def _parts_of(width: int, layout: _Layout) -> dict[DeviceGroup, int]:
+    mesh = dict(layout.sizes)
     sized_groups = (
-        ([mesh[axis] for axis in ("data", *axes)], group_over(axes, mesh)) for axes in _axes_of_copies(config)
+        ([mesh[axis] for axis in ("data", *axes)], group_over(axes, mesh)) for axes in layout.axes_of_copies
     )
     return {group: _most_dividing(width, tuple(sizes)) for sizes, group in sized_groups}
 
@@ -76,26 +114,22 @@ def _most_dividing(width: int, sizes: tuple[int, ...]) -> int:
     return max(ranks for ranks in products if width % ranks == 0)
 
 
-def _axes_of_copies(config: Config) -> tuple[tuple[str, ...], ...]:
-    """The axes of a stage, apart from data, with the same values on all ranks.
-
-    Three cases: parameters that every device has, those that tensor ranks shard, and experts.
-    """
-    copies = tuple(axis for axis in ("context", "expert") if axis not in config.mesh.expert_axes)
-    return ("context", "expert", "tensor"), ("context", "expert"), copies
-
-
 def own_parameters(owned: Iterable[Owned], config: Config, mesh: Mapping[str, int]) -> float:
     """Parameters with optimizer moments on one device. ZeRO shards them over devices that have the same parameters."""
-    parts, total = parts_of(config, mesh), 0.0
+    return _own_parameters(tuple(owned), _sharded_width(config), _Layout.of(config, mesh))
+
+
+@functools.lru_cache(maxsize=2**14)
+def _own_parameters(owned: tuple[Owned, ...], width: int, layout: _Layout) -> float:
+    parts, total = _parts_of(width, layout), 0.0
     for each, owners in Counter(owned).items():  # most blocks are alike
-        counts = params_by_group(each._replace(whole=each.whole - each.biases), config, mesh).items()
+        counts = _params_by_group(each._replace(whole=each.whole - each.biases), layout).items()
         total += owners * sum(count / parts[group] for group, count in counts)
     return total
 
 
 def _of_owner(
-    counts: Counter[DeviceGroup], bucket_cap_mb: float | None, parts: Mapping[DeviceGroup, int]
+    counts: Mapping[DeviceGroup, int], bucket_cap_mb: float | None, parts: Mapping[DeviceGroup, int]
 ) -> tuple[Sum, ...]:
     shared = {group: count for group, count in counts.items() if group.ranks > 1 and count}
     groups, ranks = tuple(shared), [parts[group] for group in shared]

@@ -8,7 +8,7 @@ the first part of a dispatch, and the last one of a combine, then overlap with n
 
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from moe_jax.config import Config
@@ -19,7 +19,6 @@ from moe_jax.plan.estimate import update_seconds
 from moe_jax.plan.pass_times import ChunkTimes, Ends, PassTime, PassTimes
 from moe_jax.plan.pipelined import PipelinedStep
 from moe_jax.plan.step_times import Step
-from moe_jax.plan.task_times import TaskStage
 from moe_jax.plan.work import exchange_bytes
 from moe_jax.schedule.actions import Action
 from moe_jax.schedule.build import make_shape
@@ -35,7 +34,7 @@ def least_step_s(config: Config, cluster: Cluster) -> float:
         return 0.0
     step = Step(config, cluster)
     if config.step_facts.has_ticks:
-        seconds = PipelinedStep(config, cluster, step.measured, LeastPassTimes).seconds["step"]
+        seconds = PipelinedStep(config, cluster, step.measured, LeastPassTimes).step_s
     else:
         of_part_s = _BlockTimes(step).step_s(config.model.block_kinds)
         seconds = config.train.grad_accumulation * of_part_s + step.adding_parts_s
@@ -57,12 +56,12 @@ class LeastPassTimes(PassTimes):
     @functools.cached_property
     def ends(self) -> Ends:
         """The durations of embedding and head."""
-        model, stages = self._step.config.model, self._blocks.stages
+        model, seconds = self._step.config.model, self._blocks.seconds
         added_s = self._step.adding_s(model.hidden_size * model.vocab_size)
         return Ends(
-            _seconds(stages, "embed", "F"),
-            _seconds(stages, "head", "FBW") + added_s,
-            _seconds(stages, "embed", "B") + added_s,
+            seconds("embed", "F"),
+            seconds("head", "FBW") + added_s,
+            seconds("embed", "B") + added_s,
         )
 
     def _least_of(self, kinds: tuple[str, ...]) -> ChunkTimes:
@@ -84,7 +83,8 @@ class _BlockTimes:
     """Bounds for blocks of a step, for one part of the batch."""
 
     def __init__(self, step: Step):
-        self.stages, self._settings = step.compute(), step.config.schedule
+        self._stages, self._settings = step.compute(), step.config.schedule
+        self.seconds = functools.cache(self._seconds)
         own = exchange_bytes(step.config, step.tokens, step.experts.ranks)
         # measured curves may take less for several parts than for the whole
         self._exchange_s = 2 * step.exchange_seconds(own) if own and not step.cluster.curves else 0.0
@@ -96,11 +96,11 @@ class _BlockTimes:
         forward, backward = self.pass_time(kinds, "F"), self.pass_time(kinds, "B", weights=True)
         ends = "embed", "head"
         least_s = max(
-            forward.compute + backward.compute + sum(_seconds(self.stages, end, "FBW") for end in ends),
+            forward.compute + backward.compute + sum(self.seconds(end, "FBW") for end in ends),
             forward.exchange + backward.exchange,
         )
         # the head's weight gradient may be computed during exchanges
-        in_order_s = forward.seconds + backward.seconds + sum(_seconds(self.stages, end, "FB") for end in ends)
+        in_order_s = forward.seconds + backward.seconds + sum(self.seconds(end, "FB") for end in ends)
         return max(least_s, in_order_s) if self._waits else least_s
 
     def pass_time(self, kinds: Sequence[str], direction: Literal["F", "B"], weights: bool = False) -> PassTime:
@@ -111,7 +111,7 @@ class _BlockTimes:
         if self._waits:
             # deferred weight gradients may be computed during exchanges
             in_order = direction if settings.weight_grad == "greedy" else directions
-            experts_s, parts = _seconds(self.stages, "expert", in_order), self._parts(direction)
+            experts_s, parts = self.seconds("expert", in_order), self._parts(direction)
             layer_s = max(experts_s + self._exchange_s / parts, self._exchange_s)
             least_s = max(least_s, self.compute_s(kinds, in_order) + layers * (layer_s - experts_s))
         return PassTime(least_s, compute_s, layers * self._exchange_s)
@@ -119,15 +119,14 @@ class _BlockTimes:
     def compute_s(self, kinds: Sequence[str], directions: str) -> float:
         """Seconds of the compute tasks of these blocks in some of the directions F, B and W."""
         counts = Counter(kinds)
-        return sum(counts[kind] * _seconds(self.stages, op, directions) for kind in counts for op in _OPS[kind])
+        return sum(counts[kind] * self.seconds(op, directions) for kind in counts for op in _OPS[kind])
+
+    def _seconds(self, op: str, directions: str) -> float:
+        """Seconds of the tasks of an op, unsplit, in some of the directions F, B and W."""
+        return sum(self._stages[op].seconds(Action(each, op, 0, 0), _UNSPLIT) for each in directions)
 
     def _parts(self, direction: Literal["F", "B"]) -> int:
         """The number of parts of a block's slots."""
         settings = self._settings
         own = (settings.backward_microbatches if direction == "B" else None) or settings.microbatches
         return (1 if settings.cuts_batch else own) * settings.expert_chunks
-
-
-def _seconds(stages: Mapping[str, TaskStage], op: str, directions: str) -> float:
-    """Seconds of the tasks of an op, unsplit, in some of the directions F, B and W."""
-    return sum(stages[op].seconds(Action(each, op, 0, 0), _UNSPLIT) for each in directions)

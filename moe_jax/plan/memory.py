@@ -23,6 +23,7 @@ from moe_jax.plan.gradient_memory import gradient_memory
 from moe_jax.plan.gradients import own_parameters
 from moe_jax.plan.pipelined_memory import pipelined_memory
 from moe_jax.plan.resources import owned_parameters, parameters_per_device
+from moe_jax.plan.stage_parameters import stage_parameters_of
 from moe_jax.plan.step_memory import TEMPORARIES, Moment, StepMemory
 from moe_jax.plan.workspace_memory import head_bytes, in_blocks, period_of, working_bytes
 
@@ -72,6 +73,22 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
         **parts,
         lost=int((gaps - 1) * sum(parts.values())) + compiler.reserved_bytes,
     )
+
+
+def least_bytes(config: Config, platform: str) -> float:
+    """A lower bound of `step_memory`: state and gradients.
+
+    It is the same for all ways to recompute and to split the batch, and for all schedules of one kind of step.
+    """
+    mesh, model, has_ticks = config.mesh.sizes, config.model, config.step_facts.has_ticks
+    if has_ticks:
+        params = stage_parameters_of(config)
+        count, own = params.on_device(config, mesh), own_parameters(params, config, mesh)
+    else:
+        count = parameters_per_device(model, config.mesh.expert_ranks(mesh), mesh["tensor"], config.replicas)
+        own = own_parameters(owned_parameters(model), config, mesh)
+    gradients = count if has_ticks or config.optimizer.zero == 0 else 2 * own  # a shard, and its update
+    return 4 * count + 8 * own - 1 + 4 * gradients - 1 + COMPILERS[platform].reserved_bytes  # both are rounded down
 
 
 def _stored_by_blocks(config: Config, sizes: DeviceSizes, mode: Mode, in_products: float) -> float:

@@ -17,6 +17,7 @@ from moe_jax.schedule.actions import NO_BLOCK, Action, Stream, two_streams
 from moe_jax.schedule.dependencies import Needs, task_graph
 from moe_jax.schedule.pipelines.tick import needs_inside
 from moe_jax.schedule.schedule import Schedule
+from moe_jax.schedule.shape import StepShape
 from moe_jax.schedule.simulation import simulate_streams
 
 _PERIODS = 3  # simulated periods of equal blocks; each further one takes as long as the last one added
@@ -61,11 +62,16 @@ class PassTimes:
         """The durations of a chunk with these blocks."""
         return self._chunk(_repeats(group))
 
+    @property
+    def shape_of_period(self) -> StepShape:
+        """The shape of the lowest period of blocks."""
+        return self._orders(self._segments[0].kinds).shape
+
     @functools.cached_property
     def ends(self) -> Ends:
         """The durations of embedding and head, the same for all chunks that have them."""
-        shape = self._orders(self._segments[0].kinds).shape
-        seconds = self._step.times().of(shape)
+        shape = self.shape_of_period
+        seconds = self._step.times.of(shape)
 
         def of(direction: str, op: str) -> float:
             return shape.num_parts(direction, op) * seconds(Action(direction, op, NO_BLOCK, 0))
@@ -149,7 +155,7 @@ class PassTimes:
     def _added_s(self, kinds: Iterable[str]) -> float:
         """Seconds to add the gradients of these blocks to those of earlier parts."""
         step, of_kind = self._step, owned_by_kind(self._step.config.model)
-        parameters = (params_by_group(of_kind[kind], step.config, step.mesh).total() for kind in kinds)
+        parameters = (sum(params_by_group(of_kind[kind], step.config, step.mesh).values()) for kind in kinds)
         return step.adding_s(sum(parameters))
 
 

@@ -8,7 +8,11 @@ are summed after the last tick.
 """
 
 import functools
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import numpy.typing as npt
 
 from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages
@@ -23,7 +27,8 @@ from moe_jax.plan.stage_parameters import stage_parameters_of, stage_sums
 from moe_jax.plan.step_times import Step
 from moe_jax.plan.work import ITEM_BYTES
 from moe_jax.schedule.link_order import Priority, finish_times_s
-from moe_jax.schedule.pipelines.outline import Passes, outline_of
+from moe_jax.schedule.pipelines.outline import Passes, outline_of, tick_slots
+from moe_jax.schedule.shape import StepShape
 
 
 class PipelinedStep:
@@ -32,17 +37,23 @@ class PipelinedStep:
     def __init__(self, config: Config, cluster: Cluster, measured: MeasuredTimes, passes: type[PassTimes] = PassTimes):
         settings, self.parts = config.schedule, config.train.grad_accumulation
         self.step, self.stages = Step(config, cluster, measured), Stages.of(config)
-        self.outline = outline_of(settings.pipeline, config.mesh.pipeline, self.parts, settings.virtual_stages)
+        table = settings.pipeline, config.mesh.pipeline, self.parts, settings.virtual_stages
+        self.outline, self._slots = outline_of(*table), tick_slots(*table)
         split = PIPELINE_FACTS[settings.pipeline].split_weight_grad
         self._sends_after_passes = split and self.outline.has_pairs
         self._times = passes(self.step, split, self.outline.has_pairs)
-        self._slot_s = functools.cache(self._seconds_of_slot)
+        self._slot_s = functools.cache(self._seconds_of_groups)
         self._top = len(self.stages.groups) - 1
 
     @property
     def timeline(self) -> Timeline:
         """The timeline of the longest model chunk with one part of the batch."""
         return self._times.timeline(max(self.stages.groups, key=len))
+
+    @property
+    def shape_of_period(self) -> StepShape:
+        """The shape of one period of blocks, whose tasks have as many parts as those of a model chunk."""
+        return self._times.shape_of_period
 
     @functools.cached_property
     def send_s(self) -> float:
@@ -66,7 +77,13 @@ class PipelinedStep:
     @functools.cached_property
     def stage_seconds(self) -> list[float]:
         """Seconds of the passes of each stage, as if it never waited for another one."""
-        return [self._work_s(stage) for stage in range(self.stages.stages)]
+        counts = self.outline.ticks.values()
+        return [sum(map(operator.mul, counts, column)) for column in self._slots_s(0.0).T.tolist()]
+
+    @functools.cached_property
+    def step_s(self) -> float:
+        """Seconds of the whole step."""
+        return self._ticks_s(self.send_s) + self._sums_s()
 
     @functools.cached_property
     def seconds(self) -> dict[str, float]:
@@ -79,7 +96,7 @@ class PipelinedStep:
         sums = self._sums_s()
         waiting = max(work_s[busiest] - compute, 0.0)  # for exchanges inside a pass
         return {
-            "step": ticks_s + sums,
+            "step": self.step_s,
             "compute": compute,
             "exchange": exchange + 2 * num_ticks * self.send_s,
             "sums": sums,
@@ -89,23 +106,30 @@ class PipelinedStep:
 
     def _ticks_s(self, send_s: float) -> float:
         """Seconds of all ticks; a tick takes as long as its longest slot."""
-        return sum(
-            count * max(self._slot_s(stage, passes, send_s) for stage, passes in enumerate(tick))
-            for tick, count in self.outline.ticks.items()
-        )
+        return sum(map(operator.mul, self.outline.ticks.values(), self._slots_s(send_s).max(axis=1).tolist()))
 
-    def _work_s(self, stage: int) -> float:
-        return sum(count * self._slot_s(stage, tick[stage], 0.0) for tick, count in self.outline.ticks.items())
+    def _slots_s(self, send_s: float) -> npt.NDArray[np.float64]:
+        """Seconds of each tick's slots [ticks, stages]."""
+        seconds = [self._slot_s(*self._groups(stage, passes), send_s) for stage, passes in self._slots.slots]
+        return np.array(seconds)[self._slots.index_TS]
 
-    def _seconds_of_slot(self, stage: int, passes: Passes, send_s: float) -> float:
-        forward, backward = (self._chunk(stage, chunk) for chunk in (passes.forward, passes.backward))
-        ends, weight_s = self._times.ends, 0.0
-        before_s = ends.embedding if self._group(stage, passes.forward) == 0 else 0.0
-        head_s = ends.head if self._group(stage, passes.backward) == self._top else 0.0
-        after_s = ends.embedding_back if self._group(stage, passes.backward) == 0 else 0.0
-        if passes.weight is not None:
-            weight_s = self._times.chunk(self.stages.groups[self.stages.group(stage, passes.weight)]).weight.seconds
-        together_s = forward.together.seconds if forward and backward and self._alike(stage, passes) else None
+    def _groups(self, stage: int, passes: Passes) -> Iterator[int | None]:
+        """The groups of a slot's passes, or the first ones that are like them."""
+        return (None if chunk is None else self.stages.alike[self.stages.group(stage, chunk)] for chunk in passes)
+
+    def _seconds_of_groups(
+        self, forward_group: int | None, backward_group: int | None, weight_group: int | None, send_s: float
+    ) -> float:
+        """Seconds of a slot with the passes of these groups."""
+        forward, backward, weight = map(self._chunk, (forward_group, backward_group, weight_group))
+        ends = self._times.ends
+        before_s = ends.embedding if forward_group == 0 else 0.0
+        head_s = ends.head if backward_group == self._top else 0.0
+        after_s = ends.embedding_back if backward_group == 0 else 0.0
+        weight_s = weight.weight.seconds if weight else 0.0
+        together_s = None
+        if forward and self._same_blocks(forward_group, backward_group):
+            together_s = forward.together.seconds
         forward_s, backward_s = (
             forward.forward.seconds if forward else 0.0,
             backward.backward.seconds if backward else 0.0,
@@ -121,19 +145,12 @@ class PipelinedStep:
         ]
         return max(before_s + forward_s, arrived_s[0]) + max(head_s + backward_s + after_s + weight_s, arrived_s[1])
 
-    def _chunk(self, stage: int, chunk: int | None) -> ChunkTimes | None:
-        group = self._group(stage, chunk)
+    def _chunk(self, group: int | None) -> ChunkTimes | None:
         return None if group is None else self._times.chunk(self.stages.groups[group])
 
-    def _group(self, stage: int, chunk: int | None) -> int | None:
-        return None if chunk is None else self.stages.group(stage, chunk)
-
-    def _alike(self, stage: int, passes: Passes) -> bool:
-        """Whether both chunks have the same structure; only those run concurrently."""
-        forward, backward = (self._group(stage, chunk) for chunk in (passes.forward, passes.backward))
-        assert forward is not None
-        assert backward is not None
-        return self.stages.groups[forward] == self.stages.groups[backward]
+    def _same_blocks(self, one: int | None, other: int | None) -> bool:
+        """Whether two groups have the same structure; only those run concurrently."""
+        return one is not None and other is not None and self.stages.groups[one] == self.stages.groups[other]
 
     def _busy(self, stage: int) -> tuple[float, float]:
         """Seconds in which a stage computes, and in which its passes exchange."""

@@ -8,9 +8,10 @@ and v5p in docs/plan.md.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 
-from moe_jax.config import Config
+from moe_jax.config import Config, ModelConfig
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.registry import PIPELINE_FACTS
 from moe_jax.plan.activation_memory import deferred_bytes, mode_of, sizes_of, stored_bytes
@@ -33,7 +34,7 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
     count = params.on_device(config, mesh)
     outline = outline_of(settings.pipeline, stages.stages, parts, stages.chunks)
     stream = sizes.item * sizes.own_tokens * model.hidden_size
-    no_mlp = dataclasses.replace(model, intermediate_size=0)
+    no_mlp = _without_mlp(model)
     slot = stream + _largest(
         stages,
         stored_bytes(sizes, no_mlp, "dense", mode, "task"),
@@ -70,16 +71,24 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
     return StepMemory(
         moment=moment,
         parameters=4 * count,
-        optimizer=int(8 * own_parameters(params, config, mesh)),
+        optimizer=moment_bytes(config, mesh),
         batch=int(4 * sizes.sequences * parts * (config.data.seq_len + 1)),
         **found,
         lost=compiler.reserved_bytes,
     )
 
 
+def moment_bytes(config: Config, mesh: Mapping[str, int]) -> int:
+    """Bytes of both moments, the only memory of a step with ticks that ZeRO shards."""
+    return int(8 * own_parameters(stage_parameters_of(config), config, mesh))
+
+
+@functools.lru_cache(maxsize=64)
+def _without_mlp(model: ModelConfig) -> ModelConfig:
+    return dataclasses.replace(model, intermediate_size=0)
+
+
 def _largest(stages: Stages, common: float, of_kind: Callable[[str], float]) -> float:
     """Bytes for the largest chunk, with `common` bytes for each block, or more for blocks of each kind."""
-    groups = [[block.kind for block in group] for group in stages.groups]
-    most = {kind: max(group.count(kind) for group in groups) for kind in ("dense", "moe")}
-    extra = sum(count * (of_kind(kind) - common) for kind, count in most.items() if count)
-    return max(map(len, groups)) * common + extra
+    extra = sum(count * (of_kind(kind) - common) for kind, count in stages.most_of_kind.items() if count)
+    return max(map(len, stages.groups)) * common + extra

@@ -6,9 +6,11 @@ simulated. Then the best few meshes are tried with every policy and degree, buck
 """
 
 import bisect
+import contextlib
 import dataclasses
+import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,7 @@ from moe_jax.plan.search import Candidate, MeshConfigs, PlanSearch, step_s
 _RANKED = 8  # meshes that are simulated at least
 _REFINED = 4  # meshes
 _REFINED_STAGED = 4  # meshes with pipeline stages, which gain more from it
+_OBJECTS_BETWEEN_COLLECTIONS = 200_000
 
 
 class PlanError(UserError):
@@ -63,6 +66,22 @@ def plan(draft: Draft, cluster: Cluster, memory_factor: float = 1.0) -> Plans:
     `memory_factor` is the ratio of the memory that a compiler takes to the estimate of `plan/memory.py`.
     """
     check_ranges(draft)
+    with _rare_collections():
+        return _plan(draft, cluster, memory_factor)
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Let Python look for reference cycles rarely: a search keeps nearly all that it makes, and each look visits it."""
+    before = gc.get_threshold()
+    gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def _plan(draft: Draft, cluster: Cluster, memory_factor: float) -> Plans:
     free = {f"mesh.{name}" for name, size in draft.mesh.sizes.items() if size == -1}
     schedule = with_rates(draft.schedule, cluster)
     search = PlanSearch(dataclasses.replace(draft, schedule=schedule, open=draft.open | free), cluster, memory_factor)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from moe_jax.config import Config
-from moe_jax.config.draft import Draft
+from moe_jax.config.draft import Draft, sections_of
 from moe_jax.plan.candidates import (
     CHUNKS_MB,
     CONTEXT_FORMS,
@@ -28,7 +28,8 @@ from moe_jax.plan.estimate import Estimate, estimate
 from moe_jax.plan.forward import best_ranges
 from moe_jax.plan.gradients import ITEM_BYTES
 from moe_jax.plan.least_time import least_step_s
-from moe_jax.plan.memory import StepMemory, step_memory
+from moe_jax.plan.memory import StepMemory, least_bytes, step_memory
+from moe_jax.plan.pipelined_memory import moment_bytes
 from moe_jax.plan.resources import parameters_per_device
 from moe_jax.plan.stage_parameters import stage_parameters_of
 from moe_jax.plan.tensor_forms import tensor_forms
@@ -103,6 +104,10 @@ class PlanSearch:
         default_factory=dict, init=False, compare=False
     )
     _memory: dict[Config, StepMemory] = field(default_factory=dict, init=False, compare=False)
+    # of steps with ticks, by all sections but the optimizer's
+    _with_ticks: dict[tuple[object, ...], StepMemory] = field(default_factory=dict, init=False, compare=False)
+    # bases and ZeRO stages whose state and gradients alone do not fit
+    _too_large: set[tuple[Config, int]] = field(default_factory=set, init=False, compare=False)
 
     def fitting(self, base: Config) -> MeshConfigs:
         """Configs with each way to save memory, in as few parts of the batch as fit.
@@ -117,7 +122,7 @@ class PlanSearch:
             if not self._fits_somehow(base, *saving):
                 continue
             firsts: dict[bool, Config] = {}  # a scheduled step stores more, and so may need more parts of the batch
-            for each in self._saving(base, *saving):
+            for each in itertools.chain.from_iterable(self._saving(base, *saving)):
                 plain = each.schedule.policy_facts.cuts is None
                 if plain not in firsts and self.fits(self.memory(each)):
                     firsts[plain] = each
@@ -149,9 +154,8 @@ class PlanSearch:
         for remat, zero in itertools.product(_STAGED_REMATS, _ZEROS):
             if not self._fits_somehow(base, zero, remat):
                 continue
-            fitting = (each for each in self._saving(base, zero, remat) if self.fits(self.memory(each)))
-            firsts = {each.train.grad_accumulation: each for each in itertools.islice(_first_guesses(fitting), _PARTS)}
-            if firsts:
+            first_guesses = itertools.islice(self._first_guesses(base, zero, remat), _PARTS)
+            if firsts := {each.train.grad_accumulation: each for each in first_guesses}:
                 yield from firsts.values()
                 return
 
@@ -200,11 +204,16 @@ class PlanSearch:
         more = [parts for parts in accumulations(config) if parts > best.config.train.grad_accumulation]
         return self._best_of(best, ({"train": {"grad_accumulation": parts}} for parts in more[:_PARTS]))
 
-    def _saving(self, base: Config, zero: int, remat: str) -> Iterator[Config]:
+    def _first_guesses(self, base: Config, zero: int, remat: str) -> Iterator[Config]:
+        """The first config that fits with each number of parts."""
+        for alike in self._saving(base, zero, remat):
+            yield from itertools.islice((each for each in alike if self.fits(self.memory(each))), 1)
+
+    def _saving(self, base: Config, zero: int, remat: str) -> Iterator[tuple[Config, ...]]:
         """Configs with these savings, in ever smaller parts of the batch, from the largest that fit on."""
         possible = accumulations(base)
         for parts in possible[self._first_fitting(base, zero, remat, possible) :]:
-            yield from self._in_parts(base, zero, remat, parts)
+            yield self._in_parts(base, zero, remat, parts)
 
     def _first_fitting(self, base: Config, zero: int, remat: str, possible: Sequence[int]) -> int:
         """The index of the fewest parts that fit. Smaller parts need less memory, except that one part adds nothing."""
@@ -258,12 +267,24 @@ class PlanSearch:
 
     def memory(self, config: Config) -> StepMemory:
         if config not in self._memory:
-            self._memory[config] = step_memory(config, self.cluster.device.platform, config.mesh.sizes)
+            self._memory[config] = self._memory_of(config)
         return self._memory[config]
 
+    def _memory_of(self, config: Config) -> StepMemory:
+        mesh = config.mesh.sizes
+        if not config.step_facts.has_ticks:
+            return step_memory(config, self.cluster.device.platform, mesh)
+        others = tuple(value for name, value in sections_of(config).items() if name != "optimizer")
+        if others not in self._with_ticks:
+            self._with_ticks[others] = step_memory(config, self.cluster.device.platform, mesh)
+        return dataclasses.replace(self._with_ticks[others], optimizer=moment_bytes(config, mesh))
+
     def fits(self, memory: StepMemory) -> bool:
+        return self._has_room(memory.total)
+
+    def _has_room(self, num_bytes: float) -> bool:
         limit = self.cluster.device.memory_bytes
-        return limit is None or self.memory_factor * memory.total <= limit * (1 - _MEMORY_LEFT)
+        return limit is None or self.memory_factor * num_bytes <= limit * (1 - _MEMORY_LEFT)
 
     def parameter_bytes(self, base: Config) -> int:
         """Bytes of a device's parameters, which no setting that saves memory shards."""
@@ -285,13 +306,14 @@ class PlanSearch:
         return min(map(self.memory, configs), key=lambda memory: memory.total)
 
     def _fits_somehow(self, base: Config, zero: int, remat: str) -> bool:
-        limit = self.cluster.device.memory_bytes
+        if (base, zero) in self._too_large:
+            return False
         for each in self._least(base, zero, remat):
-            memory = self.memory(each)
-            if self.fits(memory):
+            if not self._has_room(least_bytes(each, self.cluster.device.platform)):
+                self._too_large.add((base, zero))
+                return False
+            if self.fits(self.memory(each)):
                 return True
-            if limit is not None and self.memory_factor * memory.state > limit:
-                return False  # parameters and moments are the same in all of them
         return False
 
     def _least(self, base: Config, zero: int, remat: str) -> Iterator[Config]:
@@ -300,12 +322,6 @@ class PlanSearch:
         by_parts = (self._in_parts(base, zero, remat, count) for count in reversed(parts))
         yield from next(filter(None, by_parts), ())
         yield from self._in_parts(base, zero, remat, parts[0])
-
-
-def _first_guesses(configs: Iterable[Config]) -> Iterator[Config]:
-    """The first config with each number of parts."""
-    for _, alike in itertools.groupby(configs, key=lambda config: config.train.grad_accumulation):
-        yield next(alike)
 
 
 def _remats(config: Config) -> tuple[str, ...]:

@@ -90,7 +90,7 @@ class Step:
 
     def task_seconds(self, schedule: Schedule) -> Seconds:
         """Task durations with the launch overhead of collectives."""
-        times = self.times()
+        times = self.times
 
         def bytes_of(action: Action) -> float:
             if action.direction == "G":
@@ -147,6 +147,7 @@ class Step:
         )
         return free.exposed_s
 
+    @cached_property
     def times(self) -> TaskTimes:
         """Costs of all tasks. Amounts of compute and sums are seconds, those of exchanges bytes."""
         own = exchange_bytes(self.config, self.tokens, self.experts.ranks)

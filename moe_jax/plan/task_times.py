@@ -3,6 +3,7 @@
 Amounts are those of one device's whole batch; split into r parts, a part takes alpha + amount/r · beta (FSMoE, eq. 1).
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ class ComputeStage:
 
 
 class TaskStage(Protocol):
-    """The durations of the tasks of one op, e.g. `ComputeStage`."""
+    """The durations of the tasks of one op, e.g. `ComputeStage`. They are the same for all blocks and parts."""
 
     def seconds(self, action: Action, shape: StepShape) -> float:
         """Seconds of one task."""
@@ -99,14 +100,18 @@ class TaskTimes:
     def of(self, shape: StepShape) -> Seconds:
         """Seconds of each task of a shape."""
 
+        @functools.cache
+        def of_op(direction: str, op: str, dense: bool) -> float:
+            if op in self.transfer:
+                transfer = self.transfer[op]
+                return transfer.link.seconds(transfer.num_bytes, shape.num_parts(direction, op))
+            return self.compute["dense" if dense else op].seconds(Action(direction, op, 0, 0), shape)
+
         def seconds(action: Action) -> float:
-            if action.direction == "G":
+            direction, op, block, _ = action
+            if direction == "G":
                 return self.reduce.seconds(self._bytes_of(action))
-            if action.op in self.transfer:
-                transfer = self.transfer[action.op]
-                return transfer.link.seconds(transfer.num_bytes, shape.num_parts(action.direction, action.op))
-            dense = action.op == "attend" and shape.kinds[action.block] == "dense"
-            return self.compute["dense" if dense else action.op].seconds(action, shape)
+            return of_op(direction, op, op == "attend" and shape.kinds[block] == "dense")
 
         return seconds
 

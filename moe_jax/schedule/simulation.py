@@ -43,42 +43,44 @@ def simulate_streams(
         waiting[action] = len(needs[action])
         for need in needs[action]:
             followers[need].append(action)
-    by_rank = sorted(lanes.items(), key=lambda lane: lane[0])
+    by_rank = [(stream, lane) for (_, stream), lane in sorted(lanes.items(), key=lambda lane: lane[0])]
     now_s, running, start_s = 0.0, dict[Stream, _Running](), dict[Action, float]()
     spans: dict[Action, Span] = {}
 
-    def startable() -> tuple[Stream, deque[Action]] | None:
-        for (_, stream), lane in by_rank:
+    def start_next() -> bool:
+        """Start a ready task of the lowest rank on a free stream. Returns whether another one may start."""
+        for stream, lane in by_rank:
             if lane and stream not in running and not waiting[lane[0]]:
-                return stream, lane
-        return None
+                action = lane.popleft()
+                start_s[action] = now_s
+                task = running[stream] = _Running(action, now_s + seconds(action))
+                if slowdown != 1:
+                    _stretch(running, now_s, slowdown)
+                # a task of zero duration ends before a lower rank gets the stream
+                return task.end_s > now_s
+        return False
 
-    while any(lanes.values()) or running:
-        # a task of zero duration ends before a lower rank gets the stream
-        while (found := startable()) is not None:
-            stream, lane = found
-            action = lane.popleft()
-            start_s[action] = now_s
-            running[stream] = _Running(action, now_s + seconds(action))
-            _stretch(running, now_s, slowdown)
-            if running[stream].end_s <= now_s:
-                break
+    while len(spans) < len(waiting):
+        while start_next():
+            pass
         if not running:
             stuck = next(lane[0] for lane in lanes.values() if lane)
             raise ScheduleError(
                 f"{stuck} waits for {min(needs[stuck] - spans.keys())}, which never runs: check the order"
             )
-        now_s = min(task.end_s for task in running.values())
-        for stream in [stream for stream, task in running.items() if task.end_s == now_s]:
-            action = running.pop(stream).action
-            spans[action] = Span(start_s[action], now_s)
-            for follower in followers[action]:
-                waiting[follower] -= 1
-        _stretch(running, now_s, slowdown)
+        now_s = min([task.end_s for task in running.values()])
+        for stream, task in list(running.items()):
+            if task.end_s == now_s:
+                del running[stream]
+                spans[task.action] = Span(start_s[task.action], now_s)
+                for follower in followers[task.action]:
+                    waiting[follower] -= 1
+        if slowdown != 1:
+            _stretch(running, now_s, slowdown)
     return {action: spans[action] for action in start_s}
 
 
-@dataclass
+@dataclass(slots=True)
 class _Running:
     """A running task, and when it ends at its present speed."""
 
@@ -91,7 +93,7 @@ def _stretch(running: Mapping[Stream, _Running], now_s: float, slowdown: float) 
     """Adjust the end of the running compute task when communication starts or stops next to it."""
     task = running.get(Stream.COMPUTE)
     overlaps = len(running) > 1
-    if task is not None and slowdown != 1 and task.slowed != overlaps:
+    if task is not None and task.slowed != overlaps:
         factor = slowdown if overlaps else 1 / slowdown
         task.end_s, task.slowed = now_s + (task.end_s - now_s) * factor, overlaps
 

@@ -100,7 +100,7 @@ def test_ops_take_as_long_as_the_tasks_that_they_are_part_of(every: int) -> None
 @pytest.mark.parametrize("parts", [2, 4])
 def test_a_range_of_all_groups_is_what_the_simulator_makes_of_microbatches(parts: int) -> None:
     config = config_of()
-    times = Step(config, H100S).times().of(shape := make_shape("unified", ("moe",) * 3, parts))
+    times = Step(config, H100S).times.of(shape := make_shape("unified", ("moe",) * 3, parts))
 
     def seconds(action) -> float:
         return times(action) if action.direction == "F" and action.block >= 0 else 0.0

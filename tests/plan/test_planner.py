@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import pickle
 
 import pytest
 
@@ -23,9 +24,10 @@ from moe_jax.errors import UserError
 from moe_jax.plan.candidates import Refused, choices, divisors, meshes, on_meshes, schedules
 from moe_jax.plan.clusters import Cluster, LinkCurve, find_cluster
 from moe_jax.plan.estimate import estimate
-from moe_jax.plan.memory import step_memory
+from moe_jax.plan.memory import least_bytes, step_memory
 from moe_jax.plan.plan_text import facts, refusals, table
 from moe_jax.plan.planner import Candidate, PlanError, Plans, plan
+from moe_jax.plan.search import PlanSearch
 from moe_jax.plan.step_times import Step
 from moe_jax.plan.traffic import traffic
 from moe_jax.plan.work import exchange_bytes
@@ -368,3 +370,24 @@ def test_what_is_given_stays_when_all_else_is_open() -> None:
         if not isinstance(found, Refused)
     }
     assert sizes == {2}
+
+
+def test_memory_that_a_search_shares_is_that_of_each_config() -> None:
+    """Pipelines share all but moments over ZeRO stages, and a bound of state and gradients is below every total."""
+    search = PlanSearch(open_draft(load_draft("configs/models/olmoe.yaml", [])), H100S, 1.0)
+    for stages in (1, 4):
+        mesh = {"data": 2, "expert": 8 // stages, "pipeline": stages, "tensor": 1, "context": 1}
+        for zero, remat in itertools.product((0, 1), ("none", "full")):
+            overrides = {"mesh": mesh, "optimizer": {"zero": zero}, "schedule": {"remat": remat}}
+            parts = {"grad_accumulation": 4, "batch_size": 64}
+            config = search.draft.choose(search.draft, **overrides, train=parts)
+            whole = step_memory(config, "gpu")
+            assert search.memory(config) == whole
+            assert least_bytes(config, "gpu") <= whole.total
+
+
+def test_a_hash_that_is_kept_does_not_travel_to_other_processes() -> None:
+    config = load_config("configs/models/olmoe.yaml")
+    assert hash(config) == hash(dataclasses.replace(config))
+    assert "_hash" in vars(config)
+    assert "_hash" not in vars(pickle.loads(pickle.dumps(config)))

@@ -6,7 +6,7 @@ import pytest
 
 from moe_jax.schedule.pipelines.build import make_table
 from moe_jax.schedule.pipelines.memory import slots_of
-from moe_jax.schedule.pipelines.outline import outline_of
+from moe_jax.schedule.pipelines.outline import outline_of, tick_slots
 
 CASES = [
     ("gpipe", 1),
@@ -28,3 +28,7 @@ def test_outlines_count_the_ticks_and_slots_of_the_whole_table(name: str, chunks
         assert {tick: count for tick, count in found.ticks.items() if count} == Counter(runs)
         assert found[2:] == tuple(buffers.num_slots for buffers in slots_of(table))
         assert found.has_pairs == table.has_pairs
+        slots, index_TS = tick_slots(name, stages, microbatches, chunks)
+        assert [tuple(slots[index] for index in row) for row in index_TS] == [
+            tuple(enumerate(tick)) for tick in found.ticks
+        ]

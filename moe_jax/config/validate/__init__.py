@@ -27,6 +27,7 @@ __all__ = [
     "check_config",
     "check_context_split",
     "check_expert_split",
+    "check_mesh",
     "check_node_split",
     "check_ranges",
     "check_tensor_split",

@@ -1,11 +1,14 @@
 """Rules for the model: attention heads, rotary embedding, experts and the blocks that have them."""
 
+import functools
+
 from moe_jax.config.sections import ModelConfig
 from moe_jax.config.validate.gate import check_gate
 from moe_jax.config.validate.messages import divisors_text
 from moe_jax.errors import ConfigError
 
 
+@functools.lru_cache(maxsize=64)
 def check_model(model: ModelConfig) -> None:
     """Raise ConfigError for invalid heads, latents, windows, rotary scaling or experts."""
     if model.has_latents:

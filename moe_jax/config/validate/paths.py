@@ -13,10 +13,12 @@ def plain_setting(name: str, path: str) -> str:
         raise ConfigError(f"{name}={path} {error}") from None
 
 
+_NAMES = tuple((name, *name.split(".")) for name in sorted(SETTINGS))
+
+
 def check_paths(config: Sections) -> None:
     """Raise ConfigError for a path with `~` or a variable, which a config made in Python may contain."""
-    for name in sorted(SETTINGS):
-        section, key = name.split(".")
+    for name, section, key in _NAMES:
         path = getattr(getattr(config, section), key)
         if path is not None and (plain := plain_setting(name, path)) != path:
             raise ConfigError(f"{name}={path} is not replaced here: write {plain}")

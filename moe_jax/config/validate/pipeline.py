@@ -24,7 +24,7 @@ def check_pipeline(config: Sections) -> None:
             f"schedule.head_blocks={settings.head_blocks} takes blocks from the last pipeline stage, and "
             "mesh.pipeline=1: set mesh.pipeline, or schedule.head_blocks=0"
         )
-    if facts.needs_stages and name != type(settings)().pipeline and stages == 1:
+    if facts.needs_stages and name != type(settings).pipeline and stages == 1:
         raise ConfigError(
             f"schedule.pipeline={name} orders what pipeline stages do, and mesh.pipeline=1: set mesh.pipeline, or "
             "schedule.pipeline=1f1b"

@@ -1,6 +1,7 @@
 """Rules for settings that name parts: built-in ones, and those of other modules."""
 
 import difflib
+import functools
 import re
 
 from moe_jax.config.registry import (
@@ -37,8 +38,13 @@ def check_parts(config: Sections) -> None:
     """
     for registry in REGISTRIES:
         registry.check()
-    for name, own in BUILT_IN_PARTS.items():
-        value = str(setting(config, name))
+    _check_names(tuple(str(setting(config, name)) for name in BUILT_IN_PARTS))
+
+
+@functools.lru_cache(maxsize=256)
+def _check_names(values: tuple[str, ...]) -> None:
+    """Check the settings of `BUILT_IN_PARTS`, in order: cached because a plan makes thousands of configs."""
+    for (name, own), value in zip(BUILT_IN_PARTS.items(), values, strict=True):
         if value not in own and not _ELSEWHERE.fullmatch(value):
             near = difflib.get_close_matches(value[:_MOST_COMPARED], [*own, "auto"] if name in _OPEN else own, n=1)
             cure = f": did you mean {near[0]}?" if near else ""

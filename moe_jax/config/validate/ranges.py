@@ -19,6 +19,7 @@ def _ranges(section: type, prefix: str = "") -> Iterator[tuple[str, Range]]:
 
 
 RANGES: dict[str, Range] = dict(_ranges(Sections))  # by the dotted names of settings
+_values_of = operator.attrgetter(*RANGES)
 
 
 def setting(config: Sections, name: str) -> object:
@@ -29,7 +30,7 @@ def setting(config: Sections, name: str) -> object:
 
 def check_ranges(config: Sections) -> None:
     """Raise ConfigError for a number out of its range."""
-    _check_values(operator.attrgetter(*RANGES)(config))
+    _check_values(_values_of(config))
 
 
 @functools.lru_cache(maxsize=2**14)

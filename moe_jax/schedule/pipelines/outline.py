@@ -5,6 +5,9 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from moe_jax.schedule.pipelines.build import make_table
 from moe_jax.schedule.pipelines.memory import slots_of
 from moe_jax.schedule.pipelines.table import ChunkPass, StageTick, Table
@@ -41,6 +44,24 @@ def outline_of(name: str, stages: int, microbatches: int, chunks: int = 1) -> Ou
     ticks = {tick: count + further * (count - before.ticks.get(tick, 0)) for tick, count in last.ticks.items()}
     slots = (most + further * (most - fewer) for most, fewer in zip(last[2:], before[2:], strict=True))
     return Outline(ticks, last.has_pairs, *slots)
+
+
+class TickSlots(NamedTuple):
+    """The slots of an outline's ticks, each distinct one once. T ticks, S stages."""
+
+    slots: tuple[tuple[int, Passes], ...]  # a stage and its passes
+    index_TS: npt.NDArray[np.intp]  # of each slot in `slots`
+
+
+@functools.lru_cache(maxsize=512)
+def tick_slots(name: str, stages: int, microbatches: int, chunks: int = 1) -> TickSlots:
+    """The slots of `outline_of` with these arguments."""
+    places: dict[tuple[int, Passes], int] = {}
+    index = [
+        [places.setdefault(slot, len(places)) for slot in enumerate(tick)]
+        for tick in outline_of(name, stages, microbatches, chunks).ticks
+    ]
+    return TickSlots(tuple(places), np.array(index, np.intp))
 
 
 def _outline(table: Table) -> Outline:
