@@ -52,7 +52,11 @@ CONFIG = [
         "optimizer.zero=2 sums each part of a batch, which is not for the ticks of schedule.pipeline=1f1b, after "
         "which gradients are summed: use optimizer.zero=1",
     ),
-    ("an unknown choice", "schedule.remat=ful", "schedule.remat=ful must be none or dots or full: did you mean full?"),
+    (
+        "an unknown choice",
+        "schedule.remat=ful",
+        "schedule.remat=ful must be none or dots or full or chunk: did you mean full?",
+    ),
     (
         "an unknown product",
         "train.grouped_product=palas",
