@@ -1,18 +1,39 @@
 """Programs of tests, each looked at before it runs."""
 
+import dataclasses
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
-from jax.stages import Wrapped
+import pytest
+from jax.stages import Compiled, Wrapped
 
 from moe_jax.measure.races import check_races
+from moe_jax.step.compile import StepProgram
 
-LARGE = 2_500_000  # characters of a program, above which XLA's older emitters, which `conftest.py` chooses, are slower
+# where `conftest.py` chooses XLA's older emitters, the options for the newer ones; {}: there are no others
+NEWER_EMITTERS = {"xla_cpu_use_fusion_emitters": True} if "fusion_emitters=false" in os.environ["XLA_FLAGS"] else {}
+LARGE = 2_500_000  # characters of a program, above which the older ones are slower
 
 
 def run_checked(program: Wrapped, *arguments: Any) -> Any:
     """What a jitted function returns, on the host, if its collectives cannot run into each other."""
     lowered = program.lower(*arguments)
-    compiled = lowered.compile({"xla_cpu_use_fusion_emitters": True} if len(lowered.as_text()) > LARGE else None)
+    compiled = lowered.compile(NEWER_EMITTERS if len(lowered.as_text()) > LARGE else None)
     check_races(compiled.as_text() or "")
     return jax.device_get(compiled(*arguments))
+
+
+@contextmanager
+def exact_programs() -> Iterator[None]:
+    """Compile the steps of runs with XLA's newer emitters: two programs of one function then agree in every bit."""
+    compile_ = StepProgram.compile
+
+    def newer(program: StepProgram) -> Compiled:
+        return compile_(dataclasses.replace(program, options={**program.options, **NEWER_EMITTERS}))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepProgram, "compile", newer)
+        yield

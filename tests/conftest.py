@@ -52,3 +52,12 @@ def _programs_are_kept() -> Iterator[None]:
     if not jax.config.jax_enable_compilation_cache:
         jax.config.update("jax_enable_compilation_cache", True)
         compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def exact() -> Iterator[None]:
+    """For tests that hold programs of several runs against each other, bit for bit."""
+    from tests.compiled import exact_programs
+
+    with exact_programs():
+        yield

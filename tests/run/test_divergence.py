@@ -56,7 +56,7 @@ def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-def test_what_was_transient_trains_on_as_if_nothing_had_been(starts, tmp_path, capsys):
+def test_what_was_transient_trains_on_as_if_nothing_had_been(starts, tmp_path, capsys, exact):
     starts[:] = [FAULTY, SOUND]
     (tmp_path / "plain").mkdir()
     state = train(config_in(tmp_path, *SHORT, "checkpoint.resume=false"))  # of what others left there

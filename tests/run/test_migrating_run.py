@@ -40,7 +40,7 @@ def config_in(folder: Path, *overrides: str):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _compiled_once():
+def _compiled_once(exact):
     with compiled_once():
         yield
 
