@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,7 +29,10 @@ def run_checked(program: Wrapped, *arguments: Any) -> Any:
 
 @contextmanager
 def exact_programs() -> Iterator[None]:
-    """Compile the steps of runs with XLA's newer emitters: two programs of one function then agree in every bit."""
+    """Compile steps of runs, and what `run_checked` does, with XLA's newer emitters.
+
+    Two programs of one function then agree in every bit, and round alike.
+    """
     compile_ = StepProgram.compile
 
     def newer(program: StepProgram) -> Compiled:
@@ -36,4 +40,5 @@ def exact_programs() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepProgram, "compile", newer)
+        patch.setattr(sys.modules[__name__], "LARGE", 0)
         yield

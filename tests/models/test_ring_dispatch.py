@@ -36,7 +36,7 @@ def test_loss_and_gradients_equal_the_reference(mesh, moe):
 
 
 @pytest.mark.parametrize("hooks", ["bf16", "fp8"])
-def test_hooks_round_what_travels_as_they_do_around_the_whole_exchange(hooks):
+def test_hooks_round_what_travels_as_they_do_around_the_whole_exchange(hooks, exact):
     def grads(algorithm):
         config = small_config(1, 4, exchange={"algorithm": algorithm}, moe_layer_freq=1, hooks=hooks)
         return sharded_gradients(config, first_params(config.model), tokens_of(config))
