@@ -9,9 +9,9 @@ import tensorstore
 from moe_jax.checkpoint.record import Record, read_record
 from moe_jax.errors import CheckpointError
 from moe_jax.files.untrusted import read_json
+from moe_jax.measure.provenance import PROVENANCE
 
 FOLDER = "checkpoints"
-PROVENANCE = "provenance.json"  # in a run's folder; it has the run's ID
 STATE = "state"  # the item's folder in a checkpoint
 _COMMITTED = "_CHECKPOINT_METADATA"  # orbax's file with the time of the commit
 

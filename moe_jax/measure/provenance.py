@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+PROVENANCE = "provenance.json"  # in a run's folder; it has the run's ID
 STEP_PROGRAM = "step_program"  # in a run's provenance.json: the fingerprint of its step
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")

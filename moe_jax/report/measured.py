@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from moe_jax.checkpoint.files import PROVENANCE
 from moe_jax.config.yaml_io import load_config
 from moe_jax.files.untrusted import read_json, read_text
 from moe_jax.measure.hlo import HloError, HloModule, parse
+from moe_jax.measure.provenance import PROVENANCE
 from moe_jax.measure.tasks import action_of
 from moe_jax.measure.trace import (
     FILES,

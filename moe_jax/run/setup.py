@@ -15,7 +15,6 @@ from jax.stages import Lowered
 from numpy.typing import NDArray
 
 from moe_jax.checkpoint.checksums import ReplicasError, agreed_digests, digest_program
-from moe_jax.checkpoint.files import PROVENANCE
 from moe_jax.checkpoint.replicas.plan import SafetyPlan, safety_plan
 from moe_jax.config import Config
 from moe_jax.config.validate import check_batch_split, check_expert_split
@@ -26,7 +25,7 @@ from moe_jax.data.tokens import open_tokens
 from moe_jax.distributed.processes import is_main_process, read_alike
 from moe_jax.errors import ConfigError
 from moe_jax.files.atomic import write_atomically
-from moe_jax.measure.provenance import STEP_PROGRAM, provenance, versions
+from moe_jax.measure.provenance import PROVENANCE, STEP_PROGRAM, provenance, versions
 from moe_jax.measure.targets import Target
 from moe_jax.parallel.mesh import batch_shards, make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
