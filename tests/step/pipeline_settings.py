@@ -52,11 +52,7 @@ FACTORS: dict[str, dict[str, str]] = {
     },
     "zero": {"zero0": "", "zero1": "optimizer.zero=1"},
     "dtype": {"float32": "", "bfloat16": "train.compute_dtype=bfloat16"},
-    "head": {
-        "whole_loss": "",
-        "loss_chunks": "train.loss_chunk=5",
-        "z_loss": "train.loss_chunk=5 train.z_loss_multiplier=0.1",
-    },
+    "head": {"whole_loss": "", "loss_chunks": "train.loss_chunk=5"},
 }
 
 

@@ -79,7 +79,7 @@ def test_tasks_run_while_whole_exchanges_are_under_way_in_the_background(form, u
     assert (("start", "compute") in itertools.pairwise(events)) == under_way
 
 
-def test_all_forms_compute_the_same_bits():
+def test_all_forms_compute_the_same_bits(exact):
     results = {}
     for form in FORMS:
         config = tensor_config(
