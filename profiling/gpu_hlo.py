@@ -64,7 +64,7 @@ def read(program: HloModule) -> dict[str, Any]:
 
 def kernels(program: HloModule, config: Config, target: Target) -> dict[str, Any]:
     """Return the least milliseconds of the kernels by kind, and the share that the model's operations alone take."""
-    seconds = kernel_seconds(program, config, target)
+    seconds = kernel_seconds(program, target)
     flops = config.train.batch_size * config.data.seq_len * train_flops_per_token(config.model, config.data.seq_len)
     return {
         "ms": {kind: rounded(1e3 * own_s) for kind, own_s in seconds.items()},

@@ -27,9 +27,6 @@ _SCOPES = {
     EXPERTS: ("experts",),
     ROUTING: ("route", "unpermute", "dispatch", "combine"),
 }
-_GROUPED = re.compile(
-    r"\bgrouped_(rows|weights)\b"
-)  # kernels of experts' grouped products, see models/grouped_products.py
 _HALF, _WHOLE = 2, 4  # bytes of a number: of activations, of parameters
 
 
@@ -99,22 +96,16 @@ def work_by_kind(config: Config) -> dict[str, Work]:
     }
 
 
-def kernel_seconds(program: HloModule, config: Config, target: Target) -> dict[str, float]:
+def kernel_seconds(program: HloModule, target: Target) -> dict[str, float]:
     """Return the least time of the kernels of each kind in a step that was compiled for one device.
 
     Each kernel takes the longer of its operations at peak rate and the bytes that it touches at memory bandwidth.
     Unlike `work_by_kind`, this counts everything that the compiler made the step read and write. Loops of an unknown
     number of iterations, and branches, count once.
     """
-    moe = config.model.moe
-    pairs = config.train.batch_size * config.data.seq_len * moe.top_k
-    grouped_s = 2 * pairs * config.model.hidden_size * moe.intermediate_size / target.matrix_flops_per_s
     seconds: dict[str, float] = defaultdict(float)
     for line, count in _executed(program, program.entry, 1):
-        own_s = compute_seconds(line, program, target)
-        if line.opcode == "custom-call" and _GROUPED.search(line.op_name):
-            own_s = max(own_s, grouped_s)
-        if own_s:
+        if own_s := compute_seconds(line, program, target):
             seconds[kind_of(line, program)] += count * own_s
     return dict(seconds)
 
