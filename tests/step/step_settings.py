@@ -81,17 +81,12 @@ FACTORS: dict[str, dict[str, str]] = {
         "sinks": "model.attention.sinks=true model.attention.sliding_window=3 model.attention.full_every=2 "
         "model.attention.bias=true",
         "normed": "model.qk_norm=true model.attention.nope_every=2",
-        "tiled": "train.attention_kernel=tiled model.attention.sliding_window=4",
     },
     "zero": {"zero0": "", "zero1": "optimizer.zero=1", "zero2": "optimizer.zero=2"},
     "products": {"whole_products": "", "fp8_products": "model.moe.expert_matmuls=fp8"},
     "hooks": {"bare": "", "bf16": "model.moe.hooks=bf16", "fp8": "model.moe.hooks=fp8"},
     "dtype": {"float32": "", "bfloat16": "train.compute_dtype=bfloat16"},
-    "head": {
-        "whole_loss": "",
-        "loss_chunks": "train.loss_chunk=5",
-        "z_loss": "train.z_loss_multiplier=0.1",
-    },
+    "head": {"whole_loss": "", "loss_chunks": "train.loss_chunk=5"},
     "experts": {
         "fixed": "",
         "moved": "migration.enabled=true migration.payback_steps=null",
@@ -154,7 +149,6 @@ REFUSED: Pairs = [
 IDLE: Pairs = [
     {"exchange": but("exchange", "flat", *NODES), "mesh": ONE_RANK},
     {"exchange": NODES, "mesh": but("mesh", *FOUR_RANKS, ONE_RANK)},  # one node
-    {"attention": "tiled", "mesh": ("c2e2", "c2e2_shared", "c2t2")},  # a ring has tiles of its own
     {"gate": "softmoe", "room": but("room", "slots")},
     {"order": "einsum", "room": "buffer"},  # which holds sorted rows
     # not idle: what a rank has room for depends on the experts that it has, which the reference does not know

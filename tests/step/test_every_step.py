@@ -9,12 +9,31 @@ import pytest
 
 from tests.pairwise import Case
 from tests.step.arrays import name_of
+from tests.step.one_step import assert_is_the_references_step, config_of_settings
 from tests.step.step_settings import ARRAY
+
+UNIFIED = "schedule.policy=unified schedule.microbatches=2"
+TILES = "train.attention_kernel=tiled model.attention.sliding_window=4"
+OTHERS = {
+    "tiles of attention in a loop of blocks": f"{UNIFIED} {TILES} mesh.data=1 mesh.expert=4 model.num_layers=4 "
+    "model.moe.moe_layer_freq=1",
+    "tiles, recomputed": f"{UNIFIED} {TILES} mesh.data=1 mesh.expert=2 mesh.tensor=2 schedule.remat=full "
+    "model.num_layers=2 model.moe.moe_layer_freq=2",
+    "z-loss of chunks of logits": f"{UNIFIED} train.loss_chunk=5 train.z_loss_multiplier=0.1 mesh.data=1 "
+    "mesh.context=2 mesh.expert=2 model.num_layers=1 model.moe.moe_layer_freq=1",
+    "z-loss of a batch in parts": "train.z_loss_multiplier=0.1 train.grad_accumulation=2 mesh.data=2 mesh.expert=2 "
+    "model.num_layers=1 model.moe.moe_layer_freq=1",
+}
 
 
 @pytest.mark.parametrize("case", ARRAY.cases, ids=name_of)
 def test_a_step_is_the_references(case: Case) -> None:
     ARRAY.check_or_search(case)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_so_is_what_few_steps_have(name: str) -> None:
+    assert_is_the_references_step(config_of_settings(OTHERS[name]), is_exact=True)
 
 
 def test_all_settings_meet() -> None:
