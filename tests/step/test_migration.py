@@ -16,6 +16,7 @@ from moe_jax.rebalance.moves import moves_between
 from moe_jax.rebalance.transfer import Mover
 from moe_jax.step.expert_placement import first_placement
 from moe_jax.step.trainer import make_trainer
+from tests.compiled import NEWER_EMITTERS
 from tests.small import small_config, tokens_of
 from tests.step.gradients import mesh_of
 from tests.step.test_tensor_axis import UNIFIED
@@ -61,9 +62,13 @@ def test_training_is_the_same_bit_for_bit(name):
     expected = plain.init()
     slot_ME = random_slots(config)
     state = moved(migrating(config), expected, slot_ME)
+    step_plain, step = (
+        trainer.step.lower(before, tokens_of(config, 0)).compile(NEWER_EMITTERS)
+        for trainer, before in ((plain, expected), (with_slots, state))
+    )
     for seed in range(3):
-        expected, expected_metrics = plain.step(expected, tokens_of(config, seed))
-        state, metrics = with_slots.step(state, tokens_of(config, seed))
+        expected, expected_metrics = step_plain(expected, tokens_of(config, seed))
+        state, metrics = step(state, tokens_of(config, seed))
         chex.assert_trees_all_equal(jax.device_get(metrics), jax.device_get(expected_metrics))
     assert (np.asarray(state["placement"]["slot_ME"]) == slot_ME).all()
     np.testing.assert_allclose(state["placement"]["load_ME"].sum(axis=1), 3, rtol=1e-6)
