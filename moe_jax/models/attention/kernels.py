@@ -49,7 +49,7 @@ def cudnn(
     cuDNN needs values as wide as keys: narrower values are padded with 0.
     """
     assert sink is None, "config/attention_kernels.py chooses another kernel for sinks"
-    assert document is None, "and for documents"
+    assert document is None, "config/attention_kernels.py chooses another kernel for documents"
     width = value.shape[-1]
     if width < key.shape[-1]:
         value = jnp.pad(value, ((0, 0), (0, 0), (0, 0), (0, key.shape[-1] - width)))

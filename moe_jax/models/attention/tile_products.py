@@ -65,10 +65,10 @@ def initial_sums(query_BnGJK: jax.Array, width: int, sink_H: Float[Array, " H"] 
     value = jnp.zeros((batch, own, groups, queries, width), jnp.float32)
     if sink_H is None:
         return SoftmaxSums(jnp.full(shape, _MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), value)
-    return SoftmaxSums(jnp.broadcast_to(group_sinks(sink_H, groups), shape), jnp.ones(shape, jnp.float32), value)
+    return SoftmaxSums(jnp.broadcast_to(_group_sinks(sink_H, groups), shape), jnp.ones(shape, jnp.float32), value)
 
 
-def group_sinks(sink_H: Float[Array, " H"], groups: int) -> Float[Array, "G J 1"]:
+def _group_sinks(sink_H: Float[Array, " H"], groups: int) -> Float[Array, "G J 1"]:
     """Return the sinks of query heads by groups, in float32."""
     return sink_H.astype(jnp.float32).reshape(groups, -1, 1)
 
@@ -118,7 +118,7 @@ def sink_gradient(sink_H: Float[Array, " H"] | None, saved: BackwardInputs) -> F
     """Return the gradient of the sinks, if there are any. A sink has a softmax weight, but no value."""
     if sink_H is None:
         return None
-    weight_BGJn = jnp.exp(group_sinks(sink_H, saved.log_sum_BGJn.shape[1]) - saved.log_sum_BGJn)
+    weight_BGJn = jnp.exp(_group_sinks(sink_H, saved.log_sum_BGJn.shape[1]) - saved.log_sum_BGJn)
     return -jnp.sum(weight_BGJn * saved.mean_BGJn, axis=(0, 3)).reshape(-1).astype(sink_H.dtype)
 
 
@@ -128,7 +128,7 @@ def zero_gradients(inputs: TileInputs) -> tuple[jax.Array, jax.Array]:
 
 
 def accumulate_gradients(grads: Gradients, inputs: TileInputs, saved: BackwardInputs) -> Gradients:
-    """Add the gradients of a inputs."""
+    """Add the gradients of all pairs of tiles."""
 
     def add(grads: Gradients, pair_2: jax.Array) -> tuple[Gradients, None]:
         start_t, start_s = inputs.tile * pair_2

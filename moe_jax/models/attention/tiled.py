@@ -31,7 +31,7 @@ from moe_jax.models.attention.tile_products import (
 Positions = tuple[jax.Array, jax.Array]  # [n] of queries and [m] of keys
 Documents = tuple[jax.Array, jax.Array]  # numbers of the documents [B, n] of queries and [B, m] of keys
 Masks = tuple[Positions, Documents | None]
-# the pairs of tiles, of which a scheduled step that scans its blocks makes a constant
+# the pairs of tiles; a scheduled step that scans its blocks holds them as a numpy constant
 Pairs = jax.Array | np.ndarray
 Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, Pairs, Masks, jax.Array, jax.Array]
 

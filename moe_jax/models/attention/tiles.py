@@ -47,10 +47,8 @@ def of_gathered(ranks: int, own: int, window: int | None, preferred: int) -> tup
 
     Keys are ordered rank by rank. `own` and `preferred` as in `ring_of`.
     """
-    piece = own // 2
-    tile = _divisor(piece, preferred)
-    first = np.stack([_first_tokens(rank, ranks, piece, tile) for rank in range(ranks)])
-    return tile, _same_number(np.stack([_visible(of_rank, first.reshape(-1), tile, window) for of_rank in first]))
+    tile, first_CQ = _first_tokens(ranks, own, preferred)
+    return tile, _same_number(np.stack([_visible(own_Q, first_CQ.ravel(), tile, window) for own_Q in first_CQ]))
 
 
 @functools.cache
@@ -60,17 +58,15 @@ def ring_of(ranks: int, own: int, window: int | None, preferred: int) -> Ring:
     The tile length is the divisor of a piece that is nearest to the `preferred` number of tokens. In a hop every rank
     computes as many pairs as the rank that needs most.
     """
-    piece = own // 2
-    tile = _divisor(piece, preferred)
-    hops = (_hop(distance, ranks, piece, tile, window) for distance in range(ranks))
+    tile, first_CQ = _first_tokens(ranks, own, preferred)
+    hops = (_hop(distance, first_CQ, tile, window) for distance in range(ranks))
     return Ring(tile, tuple(hop for hop in hops if hop.pairs_CP2.shape[1]))
 
 
-def _hop(distance: int, ranks: int, piece: int, tile: int, window: int | None) -> Hop:
-    first = np.stack([_first_tokens(rank, ranks, piece, tile) for rank in range(ranks)])
-    other = np.roll(first, distance, axis=0)
-    visible = np.stack([_visible(*starts, tile, window) for starts in zip(first, other, strict=True)])
-    age_CQK = first[:, :, None] - other[:, None]
+def _hop(distance: int, first_CQ: NDArray[np.int64], tile: int, window: int | None) -> Hop:
+    other_CQ = np.roll(first_CQ, distance, axis=0)
+    visible = np.stack([_visible(*starts, tile, window) for starts in zip(first_CQ, other_CQ, strict=True)])
+    age_CQK = first_CQ[:, :, None] - other_CQ[:, None]
     unmasked = (age_CQK >= tile - 1) & (age_CQK <= (np.inf if window is None else window) - tile)
     count_C = visible.sum(axis=(1, 2))
     masked = bool((visible & ~unmasked).any() or count_C.min() < count_C.max())
@@ -93,12 +89,13 @@ def _same_number(visible_CQK: NDArray[np.bool_]) -> NDArray[np.int32]:
     return np.stack([*pairs]).astype(np.int32)
 
 
-def _divisor(piece: int, preferred: int) -> int:
-    """Return the divisor of a piece that is nearest to the preferred length, as a ratio."""
+def _first_tokens(ranks: int, own: int, preferred: int) -> tuple[int, NDArray[np.int64]]:
+    """Return the tile length, and the positions [C, Q] of the first tokens of each rank's tiles in their sequence.
+
+    The tile length is the divisor of a piece whose ratio to the `preferred` number of tokens is nearest to 1.
+    """
+    piece = own // 2
     divisors = [n for n in range(1, piece + 1) if piece % n == 0]
-    return min(divisors, key=lambda n: abs(math.log(n / preferred)))
-
-
-def _first_tokens(rank: int, ranks: int, piece: int, tile: int) -> NDArray[np.int64]:
-    """Return the positions of the first tokens of a rank's tiles in their sequence."""
-    return np.concatenate([start + np.arange(0, piece, tile) for start in piece_starts(rank, ranks, piece)])
+    tile = min(divisors, key=lambda n: abs(math.log(n / preferred)))
+    starts_CS = np.array([piece_starts(rank, ranks, piece) for rank in range(ranks)])
+    return tile, (starts_CS[:, :, None] + np.arange(0, piece, tile)).reshape(ranks, -1)
