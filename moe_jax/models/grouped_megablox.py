@@ -1,11 +1,10 @@
 """Grouped products by the kernels for TPUs that jax ships (MegaBlox; Gale et al. 2022), in Pallas.
 
 S rows, L groups, D and F widths. Products are summed in float32. The kernels are imported where they are called, since
-only TPUs use them.
+only TPUs use them and they load all of Pallas for TPUs.
 """
 
 import jax
-from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jaxtyping import Array, Float, Int
 
 from moe_jax.models.grouped_matmul import mask_beyond
@@ -43,6 +42,7 @@ def megablox_wgrad(
     interpret: bool = False,
 ) -> Float[Array, "L D F"]:
     """Return the gradient of the matrix of each group; 0 for an empty group."""
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     tiling = _tiling(tile, x_SD.shape[1], dy_SF.shape[1])
     return tgmm(x_SD.T, dy_SF, size_L, preferred_element_type=x_SD.dtype, tiling=tiling, interpret=interpret)
@@ -51,6 +51,7 @@ def megablox_wgrad(
 def _rows(
     x: jax.Array, w: jax.Array, size_L: jax.Array, tile: int, transposed: bool, interpret: bool
 ) -> Float[Array, "S _"]:
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
     y = gmm(
         x,

@@ -1,11 +1,11 @@
 """Attention by the splash kernel that JAX ships for TPUs: a FlashAttention that skips the blocks that a mask hides.
 
+The kernel is imported where it is called, since only TPUs use it and it loads all of Pallas for TPUs.
+
 B sequences, N tokens, H heads of queries, G of keys and values, K width of queries and keys, V width of values.
 """
 
 import jax
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config.attention_kernels import splash_block
@@ -27,8 +27,12 @@ def splash(
     one for those of keys and values: the fused one stores the former for each block of keys, so that memory would grow
     with the square of N.
     """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
     length, heads = query_BNHK.shape[1:3]
-    block = splash_block(length)
+    shape, block = (length, length), splash_block(length)
+    mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
     sizes = kernel.BlockSizes(
         block_q=block,
         block_kv=block,
@@ -39,7 +43,7 @@ def splash(
     )
     groups = key_BNGK.shape[2]
     attend = kernel.make_splash_mqa(
-        masks.MultiHeadMask([_mask(length, window)] * (heads // groups)),
+        masks.MultiHeadMask([mask] * (heads // groups)),
         head_shards=1,
         q_seq_shards=1,
         block_sizes=sizes,
@@ -54,8 +58,3 @@ def splash(
     of_sequence = jax.vmap(attend, in_axes=(0, 0, 0, None, 0))
     out_BGJNV = jax.vmap(of_sequence, in_axes=(0, 0, 0, 0, None))(query_BGJNK, key_BGNK, value_BGNV, documents, sink_GJ)
     return out_BGJNV.transpose(0, 3, 1, 2, 4).reshape(*query_BNHK.shape[:3], -1)
-
-
-def _mask(length: int, window: int | None) -> masks.Mask:
-    shape = (length, length)
-    return masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
