@@ -24,7 +24,7 @@ _CALLED = re.compile(
 _TRIP_COUNT = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
 # scopes of models/grouped_matmul.py and models/grouped_products.py
 _AT_MOST = re.compile(r"\bat_most_(\d+)\b")
-_FILLED = re.compile(r"\bfilled_(\d+)_percent\b")
+_FILLED = re.compile(r"\bfilled_([\d.]+)_percent\b")
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _FRAMES = re.compile(r"\nFileNames\n.*?\nStackFrames\n(?:\d+ \{[^\n]*\n)*", re.DOTALL)
@@ -56,7 +56,7 @@ class Instruction:
     def filled(self) -> float:
         """The share of the rows that exist if routing is balanced, of a product of rows in groups of any size."""
         shares = _FILLED.findall(self.op_name)
-        return int(shares[-1]) / 100 if shares else 1.0
+        return float(shares[-1]) / 100 if shares else 1.0
 
     @cached_property
     def called(self) -> tuple[str, ...]:

@@ -59,7 +59,7 @@ class GroupedProduct(NamedTuple):
 
         A scope tells which share of them balanced routing fills, for estimates from compiled programs.
         """
-        in_scope = jax.named_scope(f"filled_{round(100 * self.filled)}_percent")
+        in_scope = jax.named_scope(f"filled_{100 * self.filled:.3g}_percent")
 
         @in_scope
         def multiply(x: jax.Array, w: jax.Array, size_L: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ import pytest
 from moe_jax.config import Config, ModelConfig, MoEConfig, TrainConfig
 from moe_jax.config.grouped_products import KERNELS
 from moe_jax.errors import ConfigError
+from moe_jax.measure.hlo import Instruction
 from moe_jax.models import grouped_kernel, grouped_megablox, grouped_tokamax
 from moe_jax.models.grouped_matmul import blocks_dgrad, blocks_wgrad, group_of_tiles
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct, available, product_name, product_of
@@ -137,6 +138,16 @@ def test_plans_know_the_tiles():
 def test_each_tile_knows_its_group():
     group_of = group_of_tiles(jnp.array([16, 0, 32], jnp.int32), tiles=5, tile=16)
     assert group_of.tolist() == [0, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("filled", [1.0, 1 / 3, 1 / 256])
+def test_the_share_of_rows_that_exist_is_read_from_the_scope_of_a_product(filled):
+    """A worst-case buffer of 256 expert ranks, with one choice of each token, has less than one percent of its rows."""
+    product = PRODUCTS["cpu-blocks"]._replace(filled=filled).of(jnp.array([8]), rows=8, tile=8)
+    traced = jax.make_jaxpr(product.multiply)(jnp.ones((8, 4)), jnp.ones((1, 4, 4)), *product.groups)
+    scope = traced.eqns[-1].source_info.name_stack
+    line = Instruction("y", "dot", "f32[8,4]", (), f'metadata={{op_name="jit(step)/{scope}/dot_general"}}')
+    assert line.filled == pytest.approx(filled, rel=0.005)
 
 
 def config_with(name: str, hidden: int = 128) -> Config:
