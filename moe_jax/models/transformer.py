@@ -105,7 +105,7 @@ class ComputeConfig:
             check_exchange(exchange, Ranks(expert_axis(config.mesh), platform, per_node), mesh)
         return cls(
             dtype=config.train.compute_dtype,
-            # what a chunk's backward pass computes again, it stores
+            # the backward pass of a recomputed chunk needs all residuals
             remat="none" if config.schedule.remat == "chunk" else config.schedule.remat,
             unroll=config.schedule.unroll,
             platform=platform,

@@ -34,7 +34,7 @@ from moe_jax.step.pipelined.buffers import SlotBuffers, get, put, with_own_layou
 from moe_jax.step.pipelined.build import PipelinedPlan
 from moe_jax.step.pipelined.embed_and_head import embedded, embedding_gradient, head_gradients, share_of_loss
 from moe_jax.step.pipelined.model_chunk import ForwardResult, InputGradient, ModelChunk
-from moe_jax.step.pipelined.repeated_chunk import RepeatedChunk
+from moe_jax.step.pipelined.recomputed_chunk import RecomputedChunk
 from moe_jax.step.pipelined.stage_params import add_gradients, weights_of, zero_gradients
 from moe_jax.step.pipelined.tick_table import PASS_SCOPE, Row, TickPass, rows_of
 from moe_jax.step.scheduled.scan_residuals import BlockConsts
@@ -72,7 +72,7 @@ class PipelineStage:
         )
         _, sequences, length = self.tokens.input_Bn.shape
         self._x_bND = jax.ShapeDtypeStruct((sequences, length, config.model.hidden_size), jnp.dtype(compute.dtype))
-        self.chunks: list[ModelChunk | RepeatedChunk] = []
+        self.chunks: list[ModelChunk | RecomputedChunk] = []
         for number, orders in enumerate(plan.orders):
             tokens, first_block = sequences * length, plan.first_block(number)
             dims = StepDims(config, compute, orders.shape, context.global_tokens, tokens, first_block)
@@ -80,8 +80,8 @@ class PipelineStage:
                 functools.partial(self._consts, number), TickPass(*(jnp.int32(0),) * len(TickPass._fields))
             )
             chunk = ModelChunk(dims, orders, self._x_bND, consts)
-            repeats = config.schedule.remat == "chunk"
-            self.chunks.append(RepeatedChunk(chunk, self._x_bND) if repeats else chunk)
+            is_recomputed = config.schedule.remat == "chunk"
+            self.chunks.append(RecomputedChunk(chunk, self._x_bND) if is_recomputed else chunk)
         residuals = [chunk.saved_shapes for chunk in self.chunks]
         buffered = [chunk.buffered_shapes for chunk in self.chunks]
         self.saved, self.taken = SlotBuffers(residuals, plan.slots.saved.num_slots), SlotBuffers(residuals, 1)
@@ -311,7 +311,7 @@ class PipelineStage:
         return self.plan.structure_of(self.plan.table.stages - 1, self.plan.table.chunks - 1)
 
     @property
-    def _top(self) -> ModelChunk | RepeatedChunk:
+    def _top(self) -> ModelChunk | RecomputedChunk:
         return self.chunks[self._top_structure]
 
     def _split_chunk(self, number: int) -> ModelChunk:

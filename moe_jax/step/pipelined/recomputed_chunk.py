@@ -1,7 +1,7 @@
-"""A model chunk whose backward pass runs its forward pass again, exchanges included (`schedule.remat=chunk`).
+"""A model chunk whose backward pass recomputes its forward pass, exchanges included (`schedule.remat=chunk`).
 
-Between the two passes only the chunk's input and output are stored, so no rows of other devices. Residuals of all
-blocks exist during one backward pass alone.
+Between the two passes only the chunk's input and output are stored, and no rows of other devices. The residuals of its
+blocks exist only during the backward pass.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from moe_jax.step.scheduled.scan_residuals import BlockConsts
 from moe_jax.step.scheduled.step_dims import StepDims
 
 
-class RepeatedChunk:
-    """The passes of a model chunk, as those of `ModelChunk`. Weight gradients are never separate."""
+class RecomputedChunk:
+    """The passes of a model chunk, with the interface of `ModelChunk`. Weight gradients are never separate."""
 
     def __init__(self, chunk: ModelChunk, x_bND: jax.ShapeDtypeStruct):
         self._chunk = chunk
@@ -30,15 +30,15 @@ class RepeatedChunk:
 
     def forward(self, x_bND: jax.Array, consts: BlockConsts) -> ForwardResult:
         """Run the forward pass."""
-        return _with_ends(x_bND, self._chunk.forward(x_bND, consts))
+        return _store_ends(x_bND, self._chunk.forward(x_bND, consts))
 
     def output(self, consts: BlockConsts, residuals: Sequence[jax.Array]) -> jax.Array:
         """Return the residual stream after the chunk."""
         return residuals[1]
 
     def backward(self, dx_bND: jax.Array, consts: BlockConsts, residuals: Sequence[jax.Array]) -> Backward:
-        """Run the forward pass again, and the backward pass."""
-        return self._chunk.backward(dx_bND, consts, self._again(consts, residuals).residuals)
+        """Recompute the forward pass, and run the backward pass."""
+        return self._chunk.backward(dx_bND, consts, self._recompute(consts, residuals).residuals)
 
     def together(
         self,
@@ -48,19 +48,22 @@ class RepeatedChunk:
         backward_consts: BlockConsts,
         residuals: Sequence[jax.Array],
     ) -> tuple[ForwardResult, Backward | InputGradient]:
-        """Run one microbatch's forward pass again, and then its backward pass concurrently with another microbatch's
-        forward pass.
+        """Recompute one microbatch's forward pass, and then run its backward pass concurrently with another
+        microbatch's forward pass.
         """
-        again = self._again(backward_consts, residuals)
+        recomputed = self._recompute(backward_consts, residuals)
         # so that the exchanges of both forward passes have the same order on all ranks
-        after_bND = depend_on(x_bND, again.x_bND, self.dims.compute.platform)
-        forward, backward = self._chunk.together(after_bND, forward_consts, dx_bND, backward_consts, again.residuals)
-        return _with_ends(x_bND, forward), backward
+        next_bND = depend_on(x_bND, recomputed.x_bND, self.dims.compute.platform)
+        forward, backward = self._chunk.together(
+            next_bND, forward_consts, dx_bND, backward_consts, recomputed.residuals
+        )
+        return _store_ends(x_bND, forward), backward
 
-    def _again(self, consts: BlockConsts, residuals: Sequence[jax.Array]) -> ForwardResult:
-        with jax.named_scope("forward_again"):
+    def _recompute(self, consts: BlockConsts, residuals: Sequence[jax.Array]) -> ForwardResult:
+        with jax.named_scope("recompute"):
             return self._chunk.forward(residuals[0], consts)
 
 
-def _with_ends(x_bND: jax.Array, done: ForwardResult) -> ForwardResult:
+def _store_ends(x_bND: jax.Array, done: ForwardResult) -> ForwardResult:
+    """Replace the residuals of a forward pass by its input and output."""
     return done._replace(residuals=[x_bND, done.x_bND])
