@@ -52,16 +52,13 @@ class RouterContext(NamedTuple):
     slot_E: Int[Array, " E"] | None = None  # position of each expert (`models/placement.py`); None: in order
 
 
-FEATURES_ONLY = RouterContext()
-
-
 @jax.named_scope("route")
 def route(
     params: Params,
     h_TD: Float[Array, "T D"],
     moe: MoEConfig,
     ep_size: int,
-    context: RouterContext = FEATURES_ONLY,
+    context: RouterContext,
     sequences: int | None = None,
     ragged: bool = False,
 ) -> RoutedTokens:
