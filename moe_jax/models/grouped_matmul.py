@@ -7,8 +7,8 @@ for them.
 A product has three passes: forward, the gradient of the rows (dgrad), and the gradient of the weights (wgrad).
 `moe_jax.models.grouped_products` puts passes together. Here are those that XLA compiles: `blocks` and `ragged`.
 
-Loops run over the tiles that exist. A compiled program does not tell how many that are, so a scope tells how many fit:
-`measure.hlo` reads it.
+Loops run over the tiles that exist. Their number is not in the compiled program, so a scope gives the number of tiles
+that fit; `measure.hlo` reads it.
 """
 
 from contextlib import AbstractContextManager
@@ -101,5 +101,5 @@ def _tile_by_tile(x: jax.Array, w: jax.Array, size_L: jax.Array, tile: int, cont
 
 
 def _at_most(iterations: int) -> AbstractContextManager[None]:
-    """Open a scope that tells how often a loop in it runs if all rows exist."""
+    """Open a scope with the trip count that a loop in it has if all rows exist."""
     return jax.named_scope(f"at_most_{iterations}")

@@ -1,9 +1,9 @@
 """Grouped products by kernels that jax ships for Hopper and Blackwell GPUs, in Pallas with its Mosaic backend.
 
-S rows, L groups, D and F widths, in bfloat16. The kernels take groups of any size, so `tile` does not matter to them. A
-kernel for Hopper multiplies one block of the result per thread block, with operands that the copy engine brings to
-shared memory some steps ahead; the numbers below fit 4 such steps into its 227 KiB. The kernels' modules load test
-utilities of jax, so they are imported where they are called.
+S rows, L groups, D and F widths, in bfloat16. The kernels take groups of any size, so `tile` is not used. A thread
+block of a Hopper kernel computes one block of the result; asynchronous copies (TMA) load its operands to shared memory
+some steps ahead, and the numbers below fit 4 such steps into its 227 KiB. The kernels' modules load test utilities of
+jax, so they are imported where they are called.
 """
 
 from typing import Any
@@ -56,7 +56,7 @@ def blackwell(
 ) -> Float[Array, "S F"]:
     """Multiply rows by the matrix of their group. There is no kernel for the gradients.
 
-    Pairs of thread blocks share operands, so rows are padded to whole blocks of a pair.
+    Pairs of thread blocks share operands (`collective`), so rows are padded to whole blocks of a pair.
     """
     from jax.experimental.pallas.ops.gpu.blackwell_matmul_mgpu import MatmulDimension
     from jax.experimental.pallas.ops.gpu.blackwell_ragged_dot_mgpu import TuningConfig, ragged_dot_kernel

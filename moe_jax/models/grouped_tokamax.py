@@ -1,7 +1,7 @@
 """Grouped products by the kernels of tokamax, a package of its own: `pip install -e '.[kernels]'`.
 
-S rows, L groups, D and F widths. tokamax chooses a kernel for the device, and its block sizes, by itself. It is
-imported where a product is called, so that nothing else needs it.
+S rows, L groups, D and F widths. tokamax itself chooses a kernel for the device and its block sizes. It is imported
+where a product is called, since it is optional.
 """
 
 from types import ModuleType

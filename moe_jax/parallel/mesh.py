@@ -25,7 +25,7 @@ class Axis(StrEnum):
 
 ALL_AXES = tuple(Axis)  # in the order by which devices are numbered
 Axes = Axis | tuple[Axis, ...]  # the axes of a collective: one, or several that act as one
-_BETWEEN_SLICES = (Axis.DATA, Axis.PIPELINE)  # of TPUs
+_BETWEEN_SLICES = (Axis.DATA, Axis.PIPELINE)  # the axes that may span several slices of TPUs
 BATCH_AXES = (Axis.DATA, Axis.EXPERT)  # sequences are sharded over both
 # the tokens of a sequence are sharded over context and tensor ranks
 TOKEN_AXES = (*BATCH_AXES, Axis.CONTEXT, Axis.TENSOR)
@@ -100,7 +100,7 @@ def make_mesh(settings: config.MeshConfig, devices: Sequence[jax.Device] | None 
     """Return the mesh over `devices` (default: all devices of all processes). Raises MeshError.
 
     Neighbours along the last axes are neighbours along the links of a slice of TPUs, and an axis fills whole sides of
-    the slice if the sizes allow it. `slices_along_axes` tells where several slices lie.
+    the slice if the sizes allow it. Several slices are distributed over the axes by `slices_along_axes`.
     """
     devices = found_devices() if devices is None else devices
     sizes = mesh_sizes(settings, len(devices))
@@ -112,7 +112,7 @@ def make_mesh(settings: config.MeshConfig, devices: Sequence[jax.Device] | None 
             placed = mesh_utils.create_hybrid_device_mesh(
                 inside, tuple(outside.values()), devices, allow_split_physical_axes=True
             )
-        else:  # several slices of GPUs: nodes follow each other, as the numbers of devices do
+        else:  # several slices of GPUs are nodes, in the order of the devices' numbers
             placed = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
     except NotImplementedError:  # raised for shapes that do not fit the links of TPUs
         text = " × ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
@@ -124,16 +124,15 @@ def make_mesh(settings: config.MeshConfig, devices: Sequence[jax.Device] | None 
 
 
 def slices_along_axes(sizes: Mapping[Axis, int], slice_sizes: Sequence[int]) -> dict[Axis, int]:
-    """Return how many slices of TPUs lie along each axis: as many as possible along `data`, the others along
+    """Return the number of slices of TPUs along each axis: as many as possible along `data`, the others along
     `pipeline`.
 
     All other axes stay inside a slice, since the network between slices is slow. `slice_sizes` are numbers of devices.
     Raises MeshError.
     """
-    left = len(slice_sizes)
     if len(set(slice_sizes)) > 1:
         raise MeshError(f"mesh: the slices have {', '.join(map(str, slice_sizes))} devices: use slices of equal size")
-    along = dict.fromkeys(sizes, 1)
+    along, left = dict.fromkeys(sizes, 1), len(slice_sizes)
     for axis in _BETWEEN_SLICES:
         along[axis] = math.gcd(left, sizes[axis])
         left //= along[axis]

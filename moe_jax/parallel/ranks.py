@@ -67,8 +67,8 @@ def ranks_per_node(devices: np.ndarray, *dims: int, hosts: Sequence[int] = ()) -
     `dims` are the dimensions of the mesh's devices over which the ranks run, as one. A node is a set of devices that
     fast links connect, as far as the devices report it: a slice if there are several; in one slice of TPUs a line of
     its torus, on which neighbours differ in one coordinate; otherwise a host. `hosts` has a number for the host of each
-    process; a process that it lacks, as of devices that are only compiled for, has a host of its own. So has a process
-    of CPU devices: between processes they are slower than within one, wherever they run.
+    process. A process without a number, as when a program is compiled for absent devices, counts as a host of its own.
+    So does a process of CPU devices, which communicate faster within a process than between two of the same host.
     """
 
     def host_of(device: Any) -> tuple[bool, int]:

@@ -2,9 +2,9 @@
 
 The result depends on the program, on the compiler's options and, on GPUs, on a profile. XLA:GPU's scheduler has no
 instruction times of its own: it treats all fusions as equally long. So a scheduled step is compiled twice on GPUs, the
-second time with estimated instruction times of the first program as its profile (`measure/profile.py`). Small steps may
-lose by it, so the faster program is kept. The estimates follow from the program's text and from published rates, so
-all processes of a run compute the same profile and keep the same program.
+second time with estimated instruction times of the first program as its profile (`measure/profile.py`). The profile can
+make a small step slower, so the program with the shorter estimated step is kept. The estimates follow from the
+program's text and from published rates, so all processes of a run compute the same profile and keep the same program.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ class StepProgram:
     num_devices: int
 
     def compile(self) -> Compiled:
-        """Compile the step, twice if it has a `target`, and keep the program that is faster by its estimate.
+        """Compile the step, twice if it has a `target`, and return the program with the shorter estimated step.
 
         Raises JaxRuntimeError if the compiler rejects it.
         """

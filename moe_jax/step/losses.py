@@ -48,7 +48,8 @@ def parts_of(
 ) -> ObjectiveParts:
     """Return a device's share of each term.
 
-    They follow from its share of the head's terms, its own router statistics and the global token counts of experts.
+    It is computed from the device's share of the head's terms, its own router statistics and the global token counts
+    of experts.
     """
     if stats is None or global_count_ME is None:
         none = jnp.zeros((0, 0), jnp.int32), jnp.zeros(0)

@@ -1,7 +1,7 @@
-"""Experts in rotation, the same number of tokens for each, whatever the features: for measuring speed only.
+"""Experts in rotation, with the same number of tokens for each whatever the features: for measuring speed only.
 
-Published throughput is measured with a forced balance like this one. The router computes and learns its weights as
-that of `softmax`. T tokens, D model width, E experts, k choices.
+Published throughput is measured with forced balance like this. The router computes the experts' weights and is trained
+as in `softmax`. T tokens, D model width, E experts, k choices.
 """
 
 import math
@@ -27,7 +27,7 @@ _GOLDEN_RATIO = 0.618  # multiples of an irrational number like this, modulo 1, 
 def choose(params: Any, x_TD: Float[Array, "T D"], router_inputs: RouterInputs, moe: MoEConfig) -> GateOutput:
     """Choose k experts by the token's index in the global batch, weighted by the softmax of the router's logits.
 
-    Experts have equally many of any consecutive tokens whose (token, choice) pairs are a multiple of E.
+    Any consecutive tokens give all experts the same number of (token, choice) pairs if E divides the number of pairs.
     """
     logit_TE = linear(params, x_TD)
     prob_TE = jax.nn.softmax(logit_TE, axis=-1)
@@ -41,8 +41,8 @@ def choose(params: Any, x_TD: Float[Array, "T D"], router_inputs: RouterInputs, 
 def rotation(place_T: Int[Array, " T"], moe: MoEConfig) -> Int[Array, "T k"]:
     """Return expert (p · stride) mod E for the pair p = token · k + choice.
 
-    The stride has no divisor in common with E, so E consecutive pairs meet every expert once. It is near the golden
-    ratio times E, so consecutive pairs are spread over expert ranks, however many there are.
+    The stride and E are coprime, so E consecutive pairs choose every expert once. The stride is near the golden ratio
+    times E, so consecutive pairs are spread over any number of expert ranks.
     """
     experts = moe.num_experts
     stride = next(n for n in range(max(1, round(_GOLDEN_RATIO * experts)), 2 * experts) if math.gcd(n, experts) == 1)

@@ -41,7 +41,7 @@ class IssueOrder:
     def into_loop(self, number_n: jax.Array) -> jax.Array:
         """Return the iteration numbers of a loop, ordered after the previous collective and the previous compute task.
 
-        A compute task has collectives, too, where attention sends keys and values around a ring. XLA:CPU orders the
+        Compute tasks have collectives, too, if attention sends keys and values around a ring. XLA:CPU orders the
         collectives of one computation by itself, but those of a loop run concurrently with everything that does not
         wait for the loop (`measure/races.py`). Compilers for other platforms order all collectives.
         """

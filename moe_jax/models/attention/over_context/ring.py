@@ -174,7 +174,7 @@ def _halves(hop: Hop) -> tuple[Hop, Hop]:
 
 
 def _all_documents(document_Bn: jax.Array | None) -> Int[Array, "B N"] | None:
-    """Return the document numbers of all ranks' tokens, rank by rank. They are small enough not to travel in hops."""
+    """Return the document numbers of all ranks' tokens, rank by rank: small enough to gather instead of in hops."""
     return None if document_Bn is None else all_gather_tokens(document_Bn)
 
 
