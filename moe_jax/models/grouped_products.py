@@ -20,13 +20,13 @@ from moe_jax.models.grouped_mosaic import PAIR_MULTIPLE, WIDTH_MULTIPLE, blackwe
 from moe_jax.models.grouped_tokamax import tokamax, tokamax_dgrad, tokamax_wgrad
 from moe_jax.models.layers import Product
 
-Pass = Callable[[jax.Array, jax.Array, jax.Array, int], jax.Array]  # … size_L, tile
+Pass = Callable[[jax.Array, jax.Array, jax.Array, int], jax.Array]  # two operands, size_L, tile → result
 
 
 class GroupedProduct(NamedTuple):
     """The three passes of a product, and the range of tiles that suit it on a platform: powers of 2.
 
-    `jax.grad` of `multiply` uses the other two passes. A pass that is None has no kernel: another product's has to be
+    `jax.grad` of `multiply` uses the other two passes. A pass that is None has no kernel, so another product's must be
     used.
     """
 
@@ -36,7 +36,7 @@ class GroupedProduct(NamedTuple):
     min_tile: int
     max_tile: int
     width_multiple: int = 1  # widths must be multiples of it
-    major: int | None = None  # of the compute capability of the GPUs that it is for; None: all
+    major: int | None = None  # major compute capability of the GPUs that it supports; None: all
     needs_bfloat16: bool = False
     filled: float = 1.0  # the share of a buffer's rows that exist if routing is balanced
 
@@ -57,7 +57,7 @@ class GroupedProduct(NamedTuple):
     def of(self, size_L: Int[Array, " L"], rows: int, tile: int) -> Product:
         """Return the product as experts call it, for buffers of `rows` rows.
 
-        A scope tells which share of them balanced routing fills, for estimates from compiled programs.
+        A scope gives the share of them that balanced routing fills, for estimates from compiled programs.
         """
         in_scope = jax.named_scope(f"filled_{100 * self.filled:.3g}_percent")
 
@@ -77,7 +77,7 @@ class GroupedProduct(NamedTuple):
         return Product(multiply, of_rows, weight_gradient, (size_L,))
 
 
-# Scopes by which `measure/costs.py` knows custom calls as matrix products.
+# Scopes by which `measure/costs.py` recognises custom calls as matrix products.
 _ROWS, _WEIGHTS = "grouped_rows", "grouped_weights"
 
 
@@ -120,7 +120,7 @@ GROUPED_PRODUCTS: dict[str, dict[str, GroupedProduct]] = {
     "gpu": {
         "blocks": _BLOCKS(min_tile=64, max_tile=512),
         "ragged": _RAGGED(min_tile=64, max_tile=128),
-        # Pallas' Triton backend is deprecated: this kernel goes once another one was timed to be as fast
+        # Pallas' Triton backend is deprecated: remove this kernel once another one is measured to be as fast
         "pallas": GroupedProduct(
             pallas, pallas_dgrad, pallas_wgrad, min_tile=64, max_tile=128, width_multiple=MIN_WIDTH
         ),
@@ -145,9 +145,9 @@ def product_of(name: str, products: Mapping[str, GroupedProduct]) -> GroupedProd
     forward, backward, weights = (products[kernel] for kernel in kernels)
     if backward.dgrad is None or weights.wgrad is None:
         return None
-    parts = (forward, backward, weights)
     if len(set(kernels)) == 1:
         return forward
+    parts = (forward, backward, weights)
     return GroupedProduct(
         forward.forward,
         backward.dgrad,
