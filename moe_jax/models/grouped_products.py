@@ -177,9 +177,10 @@ def product_name(config: Config, platform: str, tensor_ranks: int, capability: C
         return next(iter(products))
     kernels = passes_of(name)
     if kernels is None or not set(kernels) <= products.keys():
+        whole = (each for each in products if product_of(each, products) is not None)
         raise ConfigError(
             f"train.grouped_product={name} is not for these devices, which are {platform}: "
-            f"use train.grouped_product=auto, or {' or '.join(products)}"
+            f"use train.grouped_product=auto, or {' or '.join(whole)}"
         )
     if product_of(name, products) is None:
         raise ConfigError(
@@ -214,6 +215,6 @@ def _check_width(setting: str, width: int, tensor_ranks: int, name: str, multipl
     if width // tensor_ranks % multiple:
         division = f" / mesh.tensor={tensor_ranks}" if tensor_ranks > 1 else ""
         raise ConfigError(
-            f"train.grouped_product={name} cuts widths into multiples of {multiple}, and {setting}="
-            f"{width}{division} is none: use another width, or train.grouped_product=auto"
+            f"train.grouped_product={name} needs widths that are multiples of {multiple}, and {setting}="
+            f"{width}{division} is not: use another width, or train.grouped_product=auto"
         )

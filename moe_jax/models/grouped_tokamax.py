@@ -10,6 +10,7 @@ import jax
 from jax.lax import RaggedDotDimensionNumbers
 from jaxtyping import Array, Float, Int
 
+from moe_jax.errors import ConfigError
 from moe_jax.models.grouped_matmul import mask_beyond
 
 _KERNELS = "mosaic"  # without it, tokamax would fall back to XLA's ragged product
@@ -31,7 +32,7 @@ def tokamax(
     tile: int,
     implementation: str = _KERNELS,
 ) -> Float[Array, "S F"]:
-    """Multiply rows by the matrix of their group. Raises ImportError without the package."""
+    """Multiply rows by the matrix of their group. Raises ConfigError without the package."""
     return mask_beyond(_product(x_SD, w_LDF, size_L, _FORWARD, implementation), size_L)
 
 
@@ -69,7 +70,8 @@ def _package() -> ModuleType:
     try:
         import tokamax as package  # type: ignore[import-not-found]
     except ImportError as error:
-        raise ImportError(
-            f"tokamax is not installed ({error}): pip install -e '.[kernels]', or use another product"
+        raise ConfigError(
+            f"train.grouped_product names tokamax, which cannot be imported ({error}): pip install -e '.[kernels]', or "
+            "use train.grouped_product=auto"
         ) from None
     return package

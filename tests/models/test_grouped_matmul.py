@@ -199,7 +199,7 @@ def test_products_of_other_gpus_and_types_are_left_out():
         ("hopper", (10, 0), "bfloat16", "hopper is for compute capability 9, and these devices have 10.0: use "),
         ("hopper", (9, 0), "float32", "hopper multiplies bfloat16, and train.compute_dtype=float32: use "),
         ("blackwell", (10, 0), "bfloat16", "has no kernel for its gradients: name one for each pass, as in blackwell+"),
-        ("hopper", None, "bfloat16", "hopper cuts widths into multiples of 128, and model.moe.inter.*=96 is none: "),
+        ("hopper", None, "bfloat16", "hopper needs widths that are multiples of 128, and model.moe.in.*=96 is not: "),
     ],
 )
 def test_a_kernel_that_does_not_fit_is_refused(name, capability, dtype, message):
@@ -255,7 +255,8 @@ def test_tokamax_is_called_as_jax_defines_ragged_products(monkeypatch):
 def test_without_tokamax_its_products_say_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokamax", None)
     operands = jnp.ones((64, 16)), jnp.ones((2, 16, 16)), jnp.array([32, 32], jnp.int32)
-    with pytest.raises(ImportError, match=r"tokamax is not installed .*: pip install -e '.\[kernels\]'"):
+    message = r"train.grouped_product names tokamax, which cannot be imported .*: pip install -e '.\[kernels\]', or "
+    with pytest.raises(ConfigError, match=message):
         grouped_tokamax.tokamax(*operands, 32)
 
 
@@ -269,15 +270,17 @@ def test_without_tokamax_its_products_say_what_to_install(monkeypatch):
 )
 def test_a_product_of_other_devices_is_refused(platform, name):
     message = f"train.grouped_product={name} is not for these devices, which are {platform}: use .*=auto, or "
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as error:
         product_name(config_with(name), platform, tensor_ranks=1)
+    for cure in str(error.value).split("=auto, or ")[1].split(" or "):
+        assert product_name(config_with(cure), platform, tensor_ranks=1) == cure
 
 
 def test_widths_that_the_kernel_cannot_cut_are_refused_where_it_would_be_used():
     config = config_with("pallas", hidden=96)
     assert product_name(config, "gpu", tensor_ranks=2) == "pallas"
     with pytest.raises(
-        ConfigError, match=r"model.moe.intermediate_size=96 / mesh.tensor=4 is none: use another width, or"
+        ConfigError, match=r"model.moe.intermediate_size=96 / mesh.tensor=4 is not: use another width, or"
     ):
         product_name(config, "gpu", tensor_ranks=4)
     capacity = dataclasses.replace(config.model.moe, capacity_factor=1.0)
