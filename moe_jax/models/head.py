@@ -24,7 +24,7 @@ _Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Ar
 
 
 class LossTerms(NamedTuple):
-    """The terms of the head's loss, each a sum over tokens. They have no gradients."""
+    """The terms of the head's loss, each a sum over tokens. They are not differentiated."""
 
     cross_entropy: Float[Array, ""]  # nats
     z_loss: Float[Array, ""] | None  # squared log-sum-exp of the logits; None: it has no weight
@@ -40,6 +40,11 @@ class HeadLoss(NamedTuple):
     def terms(self) -> LossTerms:
         """The terms, also if there is only one."""
         return LossTerms(self.total, None) if self.split is None else self.split
+
+    @classmethod
+    def cotangent(cls, d_total: Float[Array, ""], z_loss_multiplier: float) -> "HeadLoss":
+        """Return the cotangent of a loss of which only the total is differentiated."""
+        return cls(d_total, no_loss(z_loss_multiplier) if z_loss_multiplier else None)
 
 
 def unembed(params: Tree, x_BnD: Float[Array, "B n D"], model: ModelConfig) -> Float[Array, "B n V"]:

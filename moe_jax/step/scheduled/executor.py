@@ -196,10 +196,9 @@ class Tasks:
             self._exchange(self.dflow, action)
 
     def _head_back(self, action: Action) -> None:
-        of_terms = [jnp.float32(0)] * (2 if self.z_loss_multiplier else 0)  # only the total is differentiated
         for r in self.dims.microbatches_of(action):
-            cotangents = [self.order.after_compute(jnp.float32(1)), *of_terms]
-            (self.dx[r],) = self._pull("head", action.block, r, cotangents)
+            d_loss = HeadLoss.cotangent(self.order.after_compute(jnp.float32(1)), self.z_loss_multiplier)
+            (self.dx[r],) = self._pull("head", action.block, r, jax.tree.leaves(d_loss))
             self.order.record_compute(self.dx[r])
             self.add_combine_to_residual_back(r, len(self.dims.shape.kinds))
 
