@@ -102,7 +102,7 @@ def test_every_pair_of_a_rank_and_gathered_keys_is_computed_once(window):
     age = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
     np.testing.assert_array_equal(computed, (age >= 0) & (age < (window or LENGTH)))
     if window is None:
-        assert len(pairs_CP2[0]) * ranks == (LENGTH // tile) * (LENGTH // tile + 1) // 2, "and no pair for nothing"
+        assert len(pairs_CP2[0]) * ranks == (LENGTH // tile) * (LENGTH // tile + 1) // 2, "no hidden pair is computed"
 
 
 @pytest.mark.parametrize(("ranks", "tile"), [(2, 4), (3, 2), (4, 3), (8, 3)])

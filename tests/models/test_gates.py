@@ -306,7 +306,7 @@ def test_slots_are_convex_mixes():
 
 @pytest.mark.parametrize("gate", ["sigmoid", "deepseek_v3"])
 def test_scores_that_are_all_zero_give_weights_of_zero_and_finite_gradients(gate: str) -> None:
-    """Sigmoids of logits below -104 are 0 in float32. The first token has some, the second one none above."""
+    """Sigmoids of logits below -104 are 0 in float32: no score of the first token, every score of the second."""
     moe = moe_of(gate, routed_scaling_factor=1.0)
     params = params_of(moe) | {"router": jnp.diag(jnp.full(8, 1.0))}
     x_TD = jnp.stack([jnp.linspace(-3.0, 2.0, 8), jnp.full(8, -200.0)])
@@ -322,7 +322,7 @@ def test_scores_that_are_all_zero_give_weights_of_zero_and_finite_gradients(gate
     assert not grad_TD[1].any()
 
 
-def test_the_loss_of_blocks_that_no_token_chooses_an_expert_in_is_zero_and_so_is_its_gradient() -> None:
+def test_a_block_without_chosen_experts_has_a_finite_loss_and_gradient() -> None:
     """The first block's gate leaves out every choice. M = 2 blocks, E = 8 experts."""
     count_ME = jnp.stack([jnp.zeros(8, jnp.int32), jnp.arange(8)])
     for kind in ("batch", "pooled"):

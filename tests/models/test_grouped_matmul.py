@@ -26,16 +26,16 @@ from moe_jax.plan.activation_memory import TILES, _tile_range
 ROWS, GROUPS, D, F, TILE = 192, 4, 48, 32, 16
 
 
-# kernels that run interpreted where their devices are missing
+# kernels that are interpreted, since their devices are absent
 INTERPRETED = {
     "pallas": (grouped_kernel.pallas, grouped_kernel.pallas_dgrad, grouped_kernel.pallas_wgrad),
     "megablox": (grouped_megablox.megablox, grouped_megablox.megablox_dgrad, grouped_megablox.megablox_wgrad),
 }
-HARDWARE = ("hopper", "blackwell", "tokamax")  # kernels that do not: see their lowering below
+HARDWARE = ("hopper", "blackwell", "tokamax")  # kernels that cannot be interpreted; their lowering is tested below
 
 
 def interpreted(name: str, product: GroupedProduct) -> GroupedProduct:
-    """The same where its device is missing."""
+    """The product with kernels that run without its device."""
     if name not in INTERPRETED:
         return product
     forward, dgrad, wgrad = (functools.partial(own, interpret=True) for own in INTERPRETED[name])
@@ -167,7 +167,7 @@ def test_auto_is_the_first_of_a_platform_and_a_name_is_itself():
 
 
 def test_passes_of_several_kernels_have_a_tile_that_all_take():
-    """Values and gradients come from the kernel that each pass names, and plans know the tile."""
+    """Each pass is computed by the kernel that it names, and plans have the same tile."""
     products = {
         "a": GROUPED_PRODUCTS["cpu"]["blocks"]._replace(min_tile=8, max_tile=32, width_multiple=4),
         "b": GROUPED_PRODUCTS["cpu"]["blocks"]._replace(min_tile=16, max_tile=64),

@@ -1,4 +1,4 @@
-"""Rows that overflow their expert's lane: their products cost nothing while there are none."""
+"""Rows that overflow their expert's lane: no product is computed if there are none."""
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,13 @@ from moe_jax.parallel.trees import Grads, Params
 D, F, LANE = 16, 32, 8
 
 
-def _product_of(program: HloModule, instruction: Instruction) -> bool:
+def _has_product(program: HloModule, instruction: Instruction) -> bool:
     return any(line.opcode == "dot" for line in program.inside(instruction))
 
 
 @pytest.mark.parametrize("experts", [1, 2])
 def test_weight_gradients_of_overflow_are_computed_inside_the_loop_that_does_not_run(experts: int) -> None:
-    """With one expert on each rank no array changes with the loop, and XLA moved all of its body to before it."""
+    """With one expert on each rank no array depends on the loop's iteration, and XLA could hoist its whole body."""
     moe = MoEConfig(num_experts=experts)
 
     def add(gradient: Grads, stack: Params, rows: jax.Array, d_out: jax.Array, count_PE: jax.Array) -> Grads:
@@ -37,5 +37,5 @@ def test_weight_gradients_of_overflow_are_computed_inside_the_loop_that_does_not
     lowered = jax.jit(add, donate_argnums=0).lower(weights(experts), weights(1, experts), rows, rows, counts)
     program = parse(lowered.compile().as_text() or "")
     outside = [line for line in program.computations[program.entry] if line.opcode != "while"]
-    assert any(_product_of(program, line) for line in program.computations[program.entry])
-    assert not [line.name for line in outside if _product_of(program, line)]
+    assert any(_has_product(program, line) for line in program.computations[program.entry])
+    assert not [line.name for line in outside if _has_product(program, line)]

@@ -71,7 +71,7 @@ def test_neighbours_along_the_expert_axis_are_neighbouring_devices():
     assert mesh.axis_names.index(Axis.EXPERT) > mesh.axis_names.index(Axis.DATA)
 
 
-def test_axes_that_do_not_follow_the_links_of_tpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_axes_that_do_not_follow_the_links_of_tpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_, **__):
         raise NotImplementedError("Failed to find assignment for logical_axis_index 4 of size 8")
 
@@ -82,7 +82,7 @@ def test_axes_that_do_not_follow_the_links_of_tpus_are_told(monkeypatch: pytest.
 
 @dataclass(frozen=True)
 class Device:
-    """A device that is only placed."""
+    """A device as the placement on a mesh reads it."""
 
     id: int
     slice_index: int
@@ -146,7 +146,7 @@ def test_an_axis_may_fill_part_of_a_side_where_sizes_are_no_products_of_sides(
 
 
 def test_nodes_of_gpus_follow_each_other() -> None:
-    """Their devices have the number of a slice, too, and an axis may span nodes."""
+    """Their devices have a slice index, too, and an axis may span nodes."""
     gpus: list[Any] = [Device(i, i // 4, platform="gpu", device_kind="NVIDIA H200") for i in reversed(range(16))]
     mesh = make_mesh(MeshConfig(data=2, expert=8), gpus)
     assert [device.id for device in mesh.devices.flat] == list(range(16))

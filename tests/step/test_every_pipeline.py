@@ -15,9 +15,9 @@ pytestmark = pytest.mark.usefixtures("exact")  # bounds of rounded numbers are n
 PIECES = "schedule.policy=expert_pipeline schedule.microbatches=8 model.moe.capacity_factor=0.3"  # 3 slots of an expert
 OTHERS = {
     "no experts": "model.num_layers=2 model.moe.num_experts=0 train.loss_chunk=5 mesh.data=2 mesh.expert=1",
-    "chunks' forward passes again": "model.num_layers=4 schedule.virtual_stages=2 schedule.pipeline=interleaved "
+    "recomputed chunks": "model.num_layers=4 schedule.virtual_stages=2 schedule.pipeline=interleaved "
     "schedule.remat=chunk model.moe.first_k_dense_replace=1",
-    "and beside the next ones": "model.num_layers=2 schedule.pipeline=coscheduled schedule.remat=chunk "
+    "recomputed chunks, in pairs": "model.num_layers=2 schedule.pipeline=coscheduled schedule.remat=chunk "
     "model.moe.gate=noisy model.moe.top_k=3",
     "z-loss of the logits": "model.num_layers=2 train.loss_chunk=5 train.z_loss_multiplier=0.1",
     "a shorter last stage": "model.num_layers=4 schedule.head_blocks=1",

@@ -1,7 +1,7 @@
-"""The published models, cut and narrowed, as steps for every platform: each is traced, up to what a compiler gets.
+"""The published models, with few and narrow blocks, as steps for every platform: each is traced, and not compiled.
 
-Nothing is compiled, so the devices are made up. Every two of a model, a platform, a schedule and a rematerialisation
-meet in some step.
+So the devices need not exist. Every pair of values of model, platform, schedule and rematerialisation occurs in some
+step.
 """
 
 from dataclasses import dataclass, replace
@@ -31,12 +31,12 @@ SCHEDULES = {
 
 @dataclass(frozen=True)
 class Device:
-    """All that a traced step asks of a device."""
+    """What tracing a step reads of a device."""
 
     id: int
     platform: str
     process_index: int = 0
-    device_kind: str = "made up"
+    device_kind: str = "absent"
 
     @property
     def coords(self) -> tuple[int, int, int]:
@@ -79,7 +79,7 @@ def narrowed(model: ModelConfig) -> ModelConfig:
 
 
 def _models() -> dict[str, ModelConfig]:
-    """One of each group of models that are equal once they are narrow, under the names of all."""
+    """One model of each group of models that are equal once narrowed, under the names of the group."""
     names: dict[ModelConfig, list[str]] = {}
     for file in sorted(FOLDER.glob("*.yaml")):
         names.setdefault(narrowed(load_config(file).model), []).append(file.stem)
@@ -92,7 +92,7 @@ MODELS = _models()
 def _cases() -> list[dict[str, str]]:
     factors = {"model": [*MODELS], "platform": ["gpu", "tpu", "cpu"], "schedule": [*SCHEDULES]}
     factors["remat"] = ["none", "dots", "full"]
-    # saves most on GPUs, where narrow values are padded inside a call that returns a constant
+    # stores most on GPUs, where narrow values are padded inside a call that returns a constant
     latent = next(name for name, model in MODELS.items() if model.latent.kv_lora_rank)
     padded = [{"model": latent, "platform": "gpu", "schedule": own, "remat": "none"} for own in SCHEDULES]
     pairs = covering(factors, lambda pair: False)
@@ -101,7 +101,7 @@ def _cases() -> list[dict[str, str]]:
 
 @pytest.fixture(autouse=True)
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs of that kind, which jax would look for here, and their cuDNN."""
+    """Pretend that there are GPUs of that kind, and their cuDNN."""
     attention = "jax._src.cudnn.fused_attention_stablehlo"
     monkeypatch.setattr(f"{attention}.check_compute_capability", lambda needed: True)
     monkeypatch.setattr(f"{attention}.check_cudnn_version", lambda: 91000)
