@@ -26,42 +26,28 @@ _WGRAD = RaggedDotDimensionNumbers(
 
 
 def tokamax(
-    x_SD: Float[Array, "S D"],
-    w_LDF: Float[Array, "L D F"],
-    size_L: Int[Array, " L"],
-    tile: int,
-    implementation: str = _KERNELS,
+    x_SD: Float[Array, "S D"], w_LDF: Float[Array, "L D F"], size_L: Int[Array, " L"], tile: int
 ) -> Float[Array, "S F"]:
     """Multiply rows by the matrix of their group. Raises ConfigError without the package."""
-    return mask_beyond(_product(x_SD, w_LDF, size_L, _FORWARD, implementation), size_L)
+    return mask_beyond(_product(x_SD, w_LDF, size_L, _FORWARD), size_L)
 
 
 def tokamax_dgrad(
-    dy_SF: Float[Array, "S F"],
-    w_LDF: Float[Array, "L D F"],
-    size_L: Int[Array, " L"],
-    tile: int,
-    implementation: str = _KERNELS,
+    dy_SF: Float[Array, "S F"], w_LDF: Float[Array, "L D F"], size_L: Int[Array, " L"], tile: int
 ) -> Float[Array, "S D"]:
     """Return the gradient of the rows."""
-    return mask_beyond(_product(dy_SF, w_LDF, size_L, _DGRAD, implementation), size_L)
+    return mask_beyond(_product(dy_SF, w_LDF, size_L, _DGRAD), size_L)
 
 
 def tokamax_wgrad(
-    x_SD: Float[Array, "S D"],
-    dy_SF: Float[Array, "S F"],
-    size_L: Int[Array, " L"],
-    tile: int,
-    implementation: str = _KERNELS,
+    x_SD: Float[Array, "S D"], dy_SF: Float[Array, "S F"], size_L: Int[Array, " L"], tile: int
 ) -> Float[Array, "L D F"]:
     """Return the gradient of the matrix of each group."""
-    return _product(x_SD, dy_SF, size_L, _WGRAD, implementation)
+    return _product(x_SD, dy_SF, size_L, _WGRAD)
 
 
-def _product(
-    left: jax.Array, right: jax.Array, size_L: jax.Array, dims: RaggedDotDimensionNumbers, implementation: str
-) -> jax.Array:
-    options = {"preferred_element_type": left.dtype, "implementation": implementation}
+def _product(left: jax.Array, right: jax.Array, size_L: jax.Array, dims: RaggedDotDimensionNumbers) -> jax.Array:
+    options = {"preferred_element_type": left.dtype, "implementation": _KERNELS}
     y: jax.Array = _package().ragged_dot_general(left, right, size_L, dims, **options)
     return y
 
