@@ -1,4 +1,4 @@
-"""Softmax attention for cases that JAX's own does not support: values of another width than keys, and attention sinks.
+"""Softmax attention for what JAX's own does not support: values of another width than keys, sinks, documents.
 
 B sequences, N queries, S keys, H heads of queries, G of keys and values (J = H/G queries for each), K width of queries
 and keys, V width of values.
@@ -39,8 +39,8 @@ def masked_attention(
 ) -> Float[Array, "B N H V"]:
     """Return values weighted by a softmax over the visible keys, computed in float32.
 
-    `mask` marks the visible keys, of all sequences or of each one. A sink is one more logit of each head that has no
-    value.
+    `mask` marks the visible keys, for all sequences or for each of them. A sink is one more logit of each head that has
+    no value.
     """
     batch, tokens, num_attention_heads, width = query_BNHK.shape
     groups, dtype = key_BSGK.shape[2], query_BNHK.dtype
