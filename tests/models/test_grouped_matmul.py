@@ -18,6 +18,7 @@ from moe_jax.config.grouped_products import KERNELS
 from moe_jax.errors import ConfigError
 from moe_jax.measure.hlo import Instruction
 from moe_jax.models import grouped_kernel, grouped_megablox, grouped_tokamax
+from moe_jax.models.dispatchers.protocol import balanced_fill
 from moe_jax.models.grouped_matmul import blocks_dgrad, blocks_wgrad, group_of_tiles
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct, available, product_name, product_of
 from moe_jax.plan.activation_memory import TILES, _tile_range
@@ -140,9 +141,11 @@ def test_each_tile_knows_its_group():
     assert group_of.tolist() == [0, 2, 2, 3, 3]
 
 
-@pytest.mark.parametrize("filled", [1.0, 1 / 3, 1 / 256])
-def test_the_share_of_rows_that_exist_is_read_from_the_scope_of_a_product(filled):
-    """A worst-case buffer of 256 expert ranks, with one choice of each token, has less than one percent of its rows."""
+@pytest.mark.parametrize(("factor", "ranks", "filled"), [(None, 1, 1.0), (3.0, 256, 1 / 3), (None, 256, 1 / 256)])
+def test_the_share_of_rows_that_exist_is_read_from_the_scope_of_a_product(factor, ranks, filled):
+    """With balanced routing of one choice per token to 256 expert ranks, a worst-case buffer is filled to 0.4 %."""
+    moe = MoEConfig(num_experts=256, top_k=1, capacity_factor=None)
+    assert balanced_fill(moe, factor, ranks) == pytest.approx(filled)
     product = PRODUCTS["cpu-blocks"]._replace(filled=filled).of(jnp.array([8]), rows=8, tile=8)
     traced = jax.make_jaxpr(product.multiply)(jnp.ones((8, 4)), jnp.ones((1, 4, 4)), *product.groups)
     scope = traced.eqns[-1].source_info.name_stack
