@@ -100,14 +100,14 @@ def make_mesh(settings: config.MeshConfig, devices: Sequence[jax.Device] | None 
     """Return the mesh over `devices` (default: all devices of all processes). Raises MeshError.
 
     Neighbours along the last axes are neighbours along the links of a slice of TPUs, and an axis fills whole sides of
-    the slice if the sizes allow it. Several slices are distributed over the axes by `slices_along_axes`.
+    the slice if the sizes allow it. Several slices of TPUs lie along `data`, then `pipeline`.
     """
     devices = found_devices() if devices is None else devices
     sizes = mesh_sizes(settings, len(devices))
     slices = Counter(getattr(device, "slice_index", 0) for device in devices)
     try:
         if devices[0].platform == "tpu" and len(slices) > 1:
-            outside = slices_along_axes(sizes, list(slices.values()))
+            outside = _slices_along_axes(sizes, list(slices.values()))
             inside = tuple(size // outside[axis] for axis, size in sizes.items())
             placed = mesh_utils.create_hybrid_device_mesh(
                 inside, tuple(outside.values()), devices, allow_split_physical_axes=True
@@ -123,7 +123,7 @@ def make_mesh(settings: config.MeshConfig, devices: Sequence[jax.Device] | None 
     return jax.sharding.Mesh(placed, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def slices_along_axes(sizes: Mapping[Axis, int], slice_sizes: Sequence[int]) -> dict[Axis, int]:
+def _slices_along_axes(sizes: Mapping[Axis, int], slice_sizes: Sequence[int]) -> dict[Axis, int]:
     """Return the number of slices of TPUs along each axis: as many as possible along `data`, the others along
     `pipeline`.
 

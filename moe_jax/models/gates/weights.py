@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.config import MoEConfig
 from moe_jax.models.gates.choice import TopKRouting
 
-TINY = 1e-18  # the smallest divisor: its square, which the gradient divides by, is a normal float32
+_TINY = 1e-18  # the smallest divisor: its square, which the gradient divides by, is a normal float32
 
 
 def top_k_scores(
@@ -30,7 +30,7 @@ def expert_weights(score_Tk: Float[Array, "T k"], moe: MoEConfig) -> Float[Array
 
 def normalized(score: Float[Array, "T n"]) -> Float[Array, "T n"]:
     """Scale rows of scores, which are not negative, to a sum of 1. A row of zeros stays 0, and its gradient finite."""
-    return score / jnp.maximum(score.sum(axis=-1, keepdims=True), TINY)
+    return score / jnp.maximum(score.sum(axis=-1, keepdims=True), _TINY)
 
 
 def equal_weights(expert_Tk: Int[Array, "T k"], moe: MoEConfig) -> TopKRouting:
