@@ -28,8 +28,8 @@ class ObjectiveParts(NamedTuple):
     num_dropped_M: Float[Array, " M"]
     z_loss: Float[Array, ""] | None = None  # of the head's logits, mean per token; None: it has no weight
 
-    def of_head(self, z_loss_multiplier: float) -> Float[Array, ""]:
-        """Return the cross-entropy, with the weighted z-loss of the logits if there is one."""
+    def head_loss(self, z_loss_multiplier: float) -> Float[Array, ""]:
+        """Return the cross-entropy plus the weighted z-loss of the logits, if there is one."""
         if self.z_loss is None:
             return self.cross_entropy
         return self.cross_entropy + z_loss_multiplier * self.z_loss
@@ -76,12 +76,12 @@ def metrics_of(
     if total.z_loss is not None:
         metrics["z_loss"] = total.z_loss
     if not total.count_ME.size:
-        return metrics | {"loss": total.of_head(z_loss_multiplier)}
+        return metrics | {"loss": total.head_loss(z_loss_multiplier)}
     auxiliary = total.auxiliary(moe)
     load_ME = share_of_pairs(total.count_ME)
     pairs_M = total.count_ME.sum(axis=-1).astype(jnp.float32)  # the sum over blocks may exceed 32 bits
     return metrics | {
-        "loss": total.of_head(z_loss_multiplier) + auxiliary,
+        "loss": total.head_loss(z_loss_multiplier) + auxiliary,
         "load_balance_loss": total.load_balance_loss,
         "router_z_loss": total.router_z_loss,
         "dropped_fraction": total.num_dropped_M.sum() / jnp.maximum(pairs_M.sum(), 1),
