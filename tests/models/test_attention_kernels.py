@@ -105,28 +105,35 @@ class Attention(NamedTuple):
     value_width: int = 16
     window: int | None = None
     extras: bool = False  # sinks and documents
+    dtype: str = "float32"
 
     def inputs(self) -> tuple[list[jax.Array], jax.Array, jax.Array | None]:
         """Queries, keys, values and perhaps sinks; weights of the outputs; documents."""
         keys = jax.random.split(jax.random.key(0), 6)
         shapes = [(4, 16), (self.kv_heads, 16), (self.kv_heads, self.value_width), (4, self.value_width)]
         *arrays, weight = (
-            jax.random.normal(key, (2, self.length, *shape)) for key, shape in zip(keys, shapes, strict=False)
+            jax.random.normal(key, (2, self.length, *shape), self.dtype)
+            for key, shape in zip(keys, shapes, strict=False)
         )
         if not self.extras:
             return arrays, weight, None
         document = jnp.sort(jax.random.randint(keys[5], (2, self.length), 0, 4))  # borders anywhere, also inside tiles
         return [*arrays, jax.random.normal(keys[4], (4,))], weight, document
 
-    def results(self, kernel):
-        """Outputs, and gradients of all inputs."""
+    def program(self, kernel):
+        """A function that returns gradients of all inputs and the outputs, and its inputs."""
         inputs, weight, document = self.inputs()
 
         def total(query, key, value, sink=None):
             out = kernel(query, key, value, self.window, 0.3, sink, document)
-            return jnp.sum(out * weight), out
+            return jnp.sum(out * weight, dtype=jnp.float32), out
 
-        return jax.jit(jax.grad(total, range(len(inputs)), has_aux=True))(*inputs)
+        return jax.jit(jax.grad(total, range(len(inputs)), has_aux=True)), inputs
+
+    def results(self, kernel):
+        """Gradients of all inputs, and outputs."""
+        run, inputs = self.program(kernel)
+        return run(*inputs)
 
 
 @pytest.mark.parametrize(
@@ -187,25 +194,12 @@ def test_tiles_cover_every_visible_pair_once(length, window):
     np.testing.assert_array_equal(covered[:length, :length], (age >= 0) & (age < (window or length)))
 
 
-def attended(kernel, window, value_width, dtype):
-    """Values that queries see, and gradients."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    shapes = [(2, 24, 4, 16), (2, 24, 2, 16), (2, 24, 2, value_width), (2, 24, 4, value_width)]
-    *inputs, weight = (jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True))
-
-    def total(*inputs):
-        seen = kernel(*inputs, window, 0.3)
-        return jnp.sum(seen * weight, dtype=jnp.float32), seen
-
-    return jax.jit(jax.grad(total, (0, 1, 2), has_aux=True)), inputs
-
-
 @pytest.mark.parametrize("value_width", [16, 8])
 @pytest.mark.parametrize("window", [None, 5])
 def test_cudnn_is_asked_for_what_xla_computes(window, value_width, monkeypatch):
     """jax's own attention in the place of cuDNN's, with the same arguments."""
-    step, inputs = attended(kernels.xla, window, value_width, jnp.float32)
-    expected = step(*inputs)
+    case = Attention(24, value_width=value_width, window=window)
+    expected = case.results(kernels.xla)
     attention = jax.nn.dot_product_attention
 
     def instead(*arrays, implementation, **asked):
@@ -213,15 +207,14 @@ def test_cudnn_is_asked_for_what_xla_computes(window, value_width, monkeypatch):
         return attention(*arrays, **asked, implementation="xla")
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", instead)
-    step, inputs = attended(kernels.cudnn, window, value_width, jnp.float32)
-    chex.assert_trees_all_close(step(*inputs), expected, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(case.results(kernels.cudnn), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_a_gpus_program_calls_cudnn_forward_and_backward(window, monkeypatch):
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)  # none is installed here
-    step, inputs = attended(kernels.cudnn, window, 8, jnp.bfloat16)
-    text = step.trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
+    run, inputs = Attention(24, value_width=8, window=window, dtype="bfloat16").program(kernels.cudnn)
+    text = run.trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
     calls = [line.replace("\\22", '"') for line in text.splitlines() if "cudnn$fmha" in line]
     names = [re.search(r"@?(__cudnn\$\w+)", line)[1] for line in calls]
     assert names == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
