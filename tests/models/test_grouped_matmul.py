@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from moe_jax.config import Config, ModelConfig, MoEConfig, TrainConfig
-from moe_jax.config.grouped_products import KERNELS
+from moe_jax.config.grouped_products import KERNELS, Passes
 from moe_jax.errors import ConfigError
 from moe_jax.measure.hlo import Instruction
-from moe_jax.models import grouped_kernel, grouped_megablox, grouped_tokamax
+from moe_jax.models import grouped_kernel, grouped_tokamax
 from moe_jax.models.dispatchers.protocol import balanced_fill
 from moe_jax.models.grouped_matmul import blocks_dgrad, blocks_wgrad, group_of_tiles
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct, available, product_name, product_of
@@ -27,11 +27,7 @@ from moe_jax.plan.activation_memory import TILES, _tile_range
 ROWS, GROUPS, D, F, TILE = 192, 4, 48, 32, 16
 
 
-# kernels that are interpreted, since their devices are absent
-INTERPRETED = {
-    "pallas": (grouped_kernel.pallas, grouped_kernel.pallas_dgrad, grouped_kernel.pallas_wgrad),
-    "megablox": (grouped_megablox.megablox, grouped_megablox.megablox_dgrad, grouped_megablox.megablox_wgrad),
-}
+INTERPRETED = ("pallas", "megablox")  # kernels that are interpreted, since their devices are absent
 HARDWARE = ("hopper", "blackwell", "tokamax")  # kernels that cannot be interpreted; their lowering is tested below
 
 
@@ -39,8 +35,8 @@ def interpreted(name: str, product: GroupedProduct) -> GroupedProduct:
     """The product with kernels that run without its device."""
     if name not in INTERPRETED:
         return product
-    forward, dgrad, wgrad = (functools.partial(own, interpret=True) for own in INTERPRETED[name])
-    return product._replace(forward=forward, dgrad=dgrad, wgrad=wgrad)
+    passes = {each: functools.partial(getattr(product, each), interpret=True) for each in Passes._fields}
+    return product._replace(**passes)
 
 
 PRODUCTS = {
