@@ -32,7 +32,7 @@ ONE_EACH = list(range(8))
         ((8, 1), FOUR_EACH, None, 1),
         ((1, 8), ONE_EACH, None, 1),
         ((1, 8), ONE_EACH, FOUR_EACH, 4),  # slices come before processes
-        ((1, 8), FOUR_EACH, [0] * 8, 4),  # one slice tells nothing
+        ((1, 8), FOUR_EACH, [0] * 8, 4),  # a single slice has no borders between nodes
         ((1, 8), [0, 1] * 4, None, 1),  # nodes in turn: no neighbours share one
         ((2, 6), [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2], None, 2),  # 4 + 2 and 2 + 4
         ((1, 6), [0, 0, 0, 0, 1, 1], None, 2),
@@ -47,12 +47,12 @@ def test_as_many_neighbours_as_share_a_node_on_every_line(shape, processes, slic
     ("processes", "hosts", "expected"),
     [
         (ONE_EACH, [7] * 8, 8),  # a process for each GPU of one host
-        (ONE_EACH, FOUR_EACH, 4),  # and of two
+        (ONE_EACH, FOUR_EACH, 4),  # a process for each GPU of two hosts
         (FOUR_EACH, [3, 3], 8),
         (FOUR_EACH, [3, 4], 4),
         (FOUR_EACH, [0, 1] * 4, 4),
         (ONE_EACH, [0, 0, 0, 1, 0, 0, 0, 1], 1),
-        (FOUR_EACH, [0], 4),  # devices that are only compiled for: the second process does not exist
+        (FOUR_EACH, [0], 4),  # absent devices: the second process does not exist
         (FOUR_EACH, [1], 4),
     ],
 )
