@@ -43,7 +43,8 @@ def test_fp8_is_code_times_scale_of_its_block(dtype, at_a_time, tmp_path, monkey
     codes = np.array([code for code in range(256) if code & 127 != 127], np.uint8)
     codes = rng.permutation(np.resize(codes, 2 * 37 * 31)).reshape(2, 37, 31)
     scales = rng.uniform(1e-4, 2, (2, 3, 2)).astype(dtype)
-    save_file({"w": codes.view(jnp.float8_e4m3fn), "w_scale_inv": scales}, tmp_path / "model.safetensors")
+    tensors, metadata = {"w": codes.view(jnp.float8_e4m3fn), "w_scale_inv": scales}, {"dtype": "F8_E4M3"}  # no tensor
+    save_file(tensors, tmp_path / "model.safetensors", metadata)
     with Weights(tmp_path, BlockFp8((16, 24))) as weights:
         weights.check({"w": codes.shape})
         assert_same(weights, "w", quantize.fp8_values(codes, scales.astype(np.float32), (16, 24)))
