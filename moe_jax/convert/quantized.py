@@ -71,16 +71,16 @@ class BlockFp8:
         *stacked, rows, columns = index
         above = tuple(_slice(each) for each in stacked)
         height, width = self.block
-        first = columns.start // width
-        across = slice(first, -(-columns.stop // width))
+        across = slice(columns.start // width, -(-columns.stop // width))
+        block_of_column = np.arange(columns.start, columns.stop) // width - across.start
         out = np.empty([len(each) for each in index], np.float32)
         for part in _row_chunks(rows, len(columns), height):
             own = out[..., part.start - rows.start : part.stop - rows.start, :]
             np.take(_E4M3, codes.slices[(*above, _slice(part), _slice(columns))], out=own, mode="clip")
             row = part.start // height
             scale = scales.slices[(*above, slice(row, row + 1), across)]
-            wide = np.repeat(_E8M0[scale] if scales.type == "F8_E8M0" else scale.astype(np.float32), width, axis=-1)
-            own *= wide[..., columns.start - first * width : columns.stop - first * width]
+            scale = _E8M0[scale] if scales.type == "F8_E8M0" else scale.astype(np.float32)
+            own *= scale[..., block_of_column]
         return out
 
 
@@ -144,10 +144,10 @@ def quantization_of(hf: HfConfig) -> Quantization | None:
         found.only("fmt", "e4m3")
         found.only("activation_scheme", "dynamic")
         block = found.listed("weight_block_size")
-        if len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
+        if len(block) != 2 or any(type(size) is not int or not 0 < size < 2**31 for size in block):
             raise ConvertError(
-                f"{found.where}: weight_block_size={block} is not supported: it must be rows and columns of a block, "
-                "as [128, 128]"
+                f"{found.where}: weight_block_size={str(block)[:80]} is not supported: it must be rows and columns of "
+                "a block, as [128, 128]"
             )
         return BlockFp8((block[0], block[1]))
     if method == "mxfp4" and hf.word("model_type") == "gpt_oss":
