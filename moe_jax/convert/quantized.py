@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from moe_jax.convert.hf_config import ConvertError, HfConfig
 from moe_jax.convert.stored import StoredTensor
+from moe_jax.convert.tensors import slice_of
 
 FLOATS = ("F32", "BF16", "F16")  # the types that convert to float32 without rounding
 _AT_A_TIME = 2**16  # numbers dequantised at a time
@@ -69,14 +70,14 @@ class BlockFp8:
 
     def dequantize(self, codes: StoredTensor, scales: StoredTensor, index: Sequence[range]) -> NDArray[np.float32]:
         *stacked, rows, columns = index
-        above = tuple(_slice(each) for each in stacked)
+        above = tuple(slice_of(each) for each in stacked)
         height, width = self.block
         across = slice(columns.start // width, -(-columns.stop // width))
         block_of_column = np.arange(columns.start, columns.stop) // width - across.start
         out = np.empty([len(each) for each in index], np.float32)
         for part in _row_chunks(rows, len(columns), height):
             own = out[..., part.start - rows.start : part.stop - rows.start, :]
-            np.take(_E4M3, codes.slices[(*above, _slice(part), _slice(columns))], out=own, mode="clip")
+            np.take(_E4M3, codes.slices[(*above, slice_of(part), slice_of(columns))], out=own, mode="clip")
             row = part.start // height
             scale = scales.slices[(*above, slice(row, row + 1), across)]
             scale = _E8M0[scale] if scales.type == "F8_E8M0" else scale.astype(np.float32)
@@ -113,7 +114,7 @@ class Mxfp4:
         out = np.empty((len(experts), len(columns), len(groups), _GROUP), np.float32)
         for own, expert in zip(out, experts, strict=True):
             for part in _row_chunks(columns, len(groups) * _GROUP, columns.stop):
-                where = slice(expert, expert + 1), _slice(part), _slice(groups)
+                where = slice(expert, expert + 1), slice_of(part), slice_of(groups)
                 piece = own[part.start - columns.start : part.stop - columns.start]
                 pairs = piece.reshape(*piece.shape[:-1], _GROUP // 2, 2)
                 np.take(_E2M1_PAIRS, codes.slices[where][0], axis=0, out=pairs, mode="clip")
@@ -165,7 +166,3 @@ def _row_chunks(rows: range, width: int, height: int) -> Iterator[range]:
         stop = min(rows.stop, start + most, (start // height + 1) * height)
         yield range(start, stop)
         start = stop
-
-
-def _slice(numbers: range) -> slice:
-    return slice(numbers.start, numbers.stop)
