@@ -25,8 +25,8 @@ _E2M1_PAIRS = np.stack([_E2M1[_BYTES & 15], _E2M1[_BYTES >> 4]], axis=-1)  # [25
 _GROUP = 32  # numbers that share a scale in MXFP4
 
 
-class Form(NamedTuple):
-    """The form of a tensor on disk: its shape, and safetensors' names of the types that its numbers may have."""
+class TensorSpec(NamedTuple):
+    """What a tensor on disk has to be: its shape, and safetensors' names of the types that its numbers may have."""
 
     shape: tuple[int, ...]
     types: tuple[str, ...] = FLOATS
@@ -38,8 +38,8 @@ class Quantization(Protocol):
     def parts(self, name: str, tensors: Mapping[str, StoredTensor]) -> tuple[str, str] | None:
         """Return the names of a tensor's codes and scales; None if it is not quantised."""
 
-    def forms(self, name: str, shape: tuple[int, ...]) -> tuple[Form, Form]:
-        """Return the forms of a tensor's codes and scales. Raises ConvertError if its shape cannot be quantised."""
+    def specs(self, name: str, shape: tuple[int, ...]) -> tuple[TensorSpec, TensorSpec]:
+        """Return the specs of a tensor's codes and scales. Raises ConvertError if its shape cannot be quantised."""
 
     def dequantize(self, codes: StoredTensor, scales: StoredTensor, index: Sequence[range]) -> NDArray[np.float32]:
         """Return the part of a tensor at `index`, a range of each of its axes.
@@ -64,9 +64,9 @@ class BlockFp8:
             return None
         return name, f"{name}_scale_inv"
 
-    def forms(self, name: str, shape: tuple[int, ...]) -> tuple[Form, Form]:
+    def specs(self, name: str, shape: tuple[int, ...]) -> tuple[TensorSpec, TensorSpec]:
         blocks = (-(-size // block) for size, block in zip(shape[-2:], self.block, strict=True))
-        return Form(shape, ("F8_E4M3",)), Form((*shape[:-2], *blocks), (*FLOATS, "F8_E8M0"))
+        return TensorSpec(shape, ("F8_E4M3",)), TensorSpec((*shape[:-2], *blocks), (*FLOATS, "F8_E8M0"))
 
     def dequantize(self, codes: StoredTensor, scales: StoredTensor, index: Sequence[range]) -> NDArray[np.float32]:
         *stacked, rows, columns = index
@@ -98,7 +98,7 @@ class Mxfp4:
         names = f"{name}_blocks", f"{name}_scales"
         return names if any(each in tensors for each in names) else None
 
-    def forms(self, name: str, shape: tuple[int, ...]) -> tuple[Form, Form]:
+    def specs(self, name: str, shape: tuple[int, ...]) -> tuple[TensorSpec, TensorSpec]:
         if len(shape) != 3 or shape[1] % _GROUP:
             raise ConvertError(
                 f"{name} is {list(shape)}: quant_method='mxfp4' needs three axes, the second a multiple of {_GROUP}; "
@@ -106,7 +106,7 @@ class Mxfp4:
             )
         experts, rows, columns = shape
         groups = (experts, columns, rows // _GROUP)
-        return Form((*groups, _GROUP // 2), ("U8",)), Form(groups, ("U8",))
+        return TensorSpec((*groups, _GROUP // 2), ("U8",)), TensorSpec(groups, ("U8",))
 
     def dequantize(self, codes: StoredTensor, scales: StoredTensor, index: Sequence[range]) -> NDArray[np.float32]:
         experts, rows, columns = index
