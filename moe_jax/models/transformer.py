@@ -131,7 +131,7 @@ def exchange_of(config: Config, platform: str, tensor_ranks: int) -> str:
         if table.of(value).in_background and platform != "cpu":
             raise ConfigError(
                 f"exchange.{name}={value} is for CPUs, and these devices are {platform}, whose collectives run "
-                f"beside computations anyway: use exchange.{name}={getattr(ExchangeConfig(), name)}"
+                f"concurrently with computations anyway: use exchange.{name}={getattr(ExchangeConfig(), name)}"
             )
     if config.exchange.algorithm != OPEN_EXCHANGE:
         return config.exchange.algorithm
