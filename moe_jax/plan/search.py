@@ -26,12 +26,9 @@ from moe_jax.plan.candidates import (
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.estimate import Estimate, estimate
 from moe_jax.plan.forward import best_ranges
-from moe_jax.plan.gradients import ITEM_BYTES
 from moe_jax.plan.least_time import least_step_s
 from moe_jax.plan.memory import StepMemory, least_bytes, step_memory
 from moe_jax.plan.pipelined_memory import moment_bytes
-from moe_jax.plan.resources import parameters_per_device
-from moe_jax.plan.stage_parameters import stage_parameters_of
 from moe_jax.plan.tensor_forms import tensor_forms
 
 _MEMORY_LEFT = 0.06  # share of a device's memory for the runtime and errors of the estimate
@@ -285,14 +282,6 @@ class PlanSearch:
     def _has_room(self, num_bytes: float) -> bool:
         limit = self.cluster.device.memory_bytes
         return limit is None or self.memory_factor * num_bytes <= limit * (1 - _MEMORY_LEFT)
-
-    def parameter_bytes(self, base: Config) -> int:
-        """Bytes of a device's parameters, which no setting that saves memory shards."""
-        mesh = base.mesh.sizes
-        if base.step_facts.has_ticks:
-            return ITEM_BYTES * stage_parameters_of(base).on_device(base, mesh)
-        ranks = base.mesh.expert_ranks(mesh)
-        return ITEM_BYTES * parameters_per_device(base.model, ranks, mesh["tensor"], base.replicas)
 
     def fits_at_all(self, base: Config) -> bool:
         """Whether the config fits with all ways to save memory."""
