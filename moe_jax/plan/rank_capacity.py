@@ -5,6 +5,7 @@ never lowers it by itself: it chooses one only for a given load, with room to sp
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -26,8 +27,8 @@ class Price(NamedTuple):
 
 
 def factor_for(load: float) -> float:
-    """The smallest usual factor that holds a load with room to spare."""
-    return next((factor for factor in _FACTORS if factor >= _ROOM * load), float(-(-_ROOM * load // 1)))
+    """The smallest usual factor that holds a load with room to spare; beyond them, the next whole number."""
+    return next((factor for factor in _FACTORS if factor >= _ROOM * load), float(math.ceil(_ROOM * load)))
 
 
 def with_load(draft: Draft, load: float) -> Draft:
