@@ -19,7 +19,6 @@ from moe_jax.plan.estimate import update_seconds
 from moe_jax.plan.pass_times import ChunkTimes, Ends, PassTime, PassTimes
 from moe_jax.plan.pipelined import PipelinedStep
 from moe_jax.plan.step_times import Step
-from moe_jax.plan.work import exchange_bytes
 from moe_jax.schedule.actions import Action
 from moe_jax.schedule.build import make_shape
 
@@ -85,7 +84,7 @@ class _BlockTimes:
     def __init__(self, step: Step):
         self._stages, self._settings = step.compute(), step.config.schedule
         self.seconds = functools.cache(self._seconds)
-        own = exchange_bytes(step.config, step.tokens, step.experts.ranks)
+        own = step.exchanged_bytes
         # measured curves may take less for several parts than for the whole
         self._exchange_s = 2 * step.exchange_seconds(own) if own and not step.cluster.curves else 0.0
         cuts_in_time = self._settings.cuts_batch and self._settings.microbatches > 1

@@ -75,6 +75,11 @@ class Step:
         self._item = ITEM_BYTES[config.train.compute_dtype]
 
     @cached_property
+    def exchanged_bytes(self) -> float:
+        """Bytes of rows that a device has for all ranks in one dispatch or combine, if it is not split."""
+        return exchange_bytes(self.config, self.tokens, self.experts.ranks)
+
+    @cached_property
     def sums(self) -> tuple[tuple[Sum, ...], ...]:
         settings = self.config.schedule
         limit = settings.bucket_cap_mb if settings.grad_reduce == "bucketed" else None
@@ -150,8 +155,7 @@ class Step:
     @cached_property
     def times(self) -> TaskTimes:
         """Costs of all tasks. Amounts of compute and sums are seconds, those of exchanges bytes."""
-        own = exchange_bytes(self.config, self.tokens, self.experts.ranks)
-        transfer = Transfer(link=_Exchange(self), num_bytes=own)
+        transfer = Transfer(link=_Exchange(self), num_bytes=self.exchanged_bytes)
         return TaskTimes(
             compute={**self.compute(), **self.measured.compute},
             transfer=dict.fromkeys(("dispatch", "combine"), transfer),
@@ -193,8 +197,7 @@ class Step:
 
     def algorithm(self, shape: StepShape) -> str:
         """The algorithm of the exchanges of one microbatch."""
-        own = exchange_bytes(self.config, self.tokens, self.experts.ranks)
-        return self.choice(own / shape.num_parts("F", "dispatch")).algorithm
+        return self.choice(self.exchanged_bytes / shape.num_parts("F", "dispatch")).algorithm
 
     def exchange_seconds(self, num_bytes: float) -> float:
         """Seconds of an exchange of `num_bytes` that a device has for all ranks, in the config's tensor form."""
@@ -260,8 +263,7 @@ class Step:
         experts = of_kind.get("moe", Owned())
         # remat of whole periods repeats their exchanges in the backward pass, where nothing overlaps with them
         again = settings.remat in ("dots", "full") and self.config.step_facts.remat_unit == "period"
-        own = exchange_bytes(self.config, self.tokens, self.experts.ranks)
-        exchanged_s = 2 * self.exchange_seconds(own) if again else 0.0
+        exchanged_s = 2 * self.exchange_seconds(self.exchanged_bytes) if again else 0.0
         logits = [each * tokens * model.vocab_size for each in _LOGIT_BYTES]
         head = op("head", owned[-1], logits)
         return {
@@ -332,9 +334,9 @@ class Step:
         settings = self.config.schedule
         if not settings.cuts_batch or not self.collectives.share_links(ring, self.experts):
             return 0.0
-        own, parts = exchange_bytes(self.config, self.tokens, self.experts.ranks), settings.microbatches
+        parts = settings.microbatches
         # exchanges of all microbatches but the one in attention
-        return 2 * (parts - 1) * self.exchange_seconds(own / parts)
+        return 2 * (parts - 1) * self.exchange_seconds(self.exchanged_bytes / parts)
 
 
 @dataclass(frozen=True)
