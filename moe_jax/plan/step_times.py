@@ -260,6 +260,7 @@ class Step:
             return self._recomputing(found, settings.remat == "full", kept_s)
 
         found = {kind: block(kind, part) for kind, part in of_kind.items()}
+        any_block = next(iter(found.values()))  # for the kind that the model lacks
         experts = of_kind.get("moe", Owned())
         # remat of whole periods repeats their exchanges in the backward pass, where nothing overlaps with them
         again = settings.remat in ("dots", "full") and self.config.step_facts.remat_unit == "period"
@@ -268,8 +269,8 @@ class Step:
         head = op("head", owned[-1], logits)
         return {
             "embed": op("embed", Owned(), [passes, 2 * passes]),
-            "attend": found.get("moe", found.get("dense")),  # type: ignore[dict-item]
-            "dense": found.get("dense", found.get("moe")),  # type: ignore[dict-item]
+            "attend": found.get("moe", any_block),
+            "dense": found.get("dense", any_block),
             "expert": self._recomputing(
                 op("expert", Owned(expert=experts.expert), row_passes, (0.0, exchanged_s)), True, 0.0
             ),
