@@ -1,4 +1,4 @@
-"""The duration of one op of a block on a device: its matrix products, and everything that takes time in proportion."""
+"""The duration of one op of a block on a device: its matrix products, kernels, memory traffic and waits."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

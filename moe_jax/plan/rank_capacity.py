@@ -1,7 +1,7 @@
-"""Buffers of expert ranks in dropless plans: the factor for a router's load, and what a factor costs.
+"""Buffers of expert ranks in dropless plans: the factor for a router's load, and the cost of a factor.
 
 `exchange.rank_capacity_factor` changes what training computes, because rows beyond a buffer are dropped. So a plan
-never lowers it by itself: it chooses one only for a given load, with room to spare.
+never lowers it by itself: it chooses a factor only for a load that the user gives, with room to spare.
 """
 
 import dataclasses

@@ -96,12 +96,12 @@ class PlanSearch:
     draft: Draft
     cluster: Cluster
     memory_factor: float
-    # configs by base, ZeRO stage, remat and parts, and memory by config: both are asked for again and again
+    # configs by base, ZeRO stage, remat and parts, and memory by config: both are needed many times
     _known: dict[tuple[Config, int, str, int], tuple[Config, ...]] = field(
         default_factory=dict, init=False, compare=False
     )
     _memory: dict[Config, StepMemory] = field(default_factory=dict, init=False, compare=False)
-    # of steps with ticks, by all sections but the optimizer's
+    # memory of steps with ticks, by all sections but the optimizer's
     _with_ticks: dict[tuple[object, ...], StepMemory] = field(default_factory=dict, init=False, compare=False)
     # bases and ZeRO stages whose state and gradients alone do not fit
     _too_large: set[tuple[Config, int]] = field(default_factory=set, init=False, compare=False)
@@ -207,13 +207,16 @@ class PlanSearch:
             yield from itertools.islice((each for each in alike if self.fits(self.memory(each))), 1)
 
     def _saving(self, base: Config, zero: int, remat: str) -> Iterator[tuple[Config, ...]]:
-        """Configs with these savings, in ever smaller parts of the batch, from the largest that fit on."""
+        """Configs with these savings, the largest parts of the batch that fit first, then smaller ones."""
         possible = accumulations(base)
         for parts in possible[self._first_fitting(base, zero, remat, possible) :]:
             yield self._in_parts(base, zero, remat, parts)
 
     def _first_fitting(self, base: Config, zero: int, remat: str, possible: Sequence[int]) -> int:
-        """The index of the fewest parts that fit. Smaller parts need less memory, except that one part adds nothing."""
+        """The index of the fewest parts that fit.
+
+        Smaller parts need less memory, except that one part needs no second copy of gradients.
+        """
 
         def fits(index: int) -> bool:
             return any(self.fits(self.memory(each)) for each in self._in_parts(base, zero, remat, possible[index]))
