@@ -44,11 +44,11 @@ def config_of(run: dict[str, Any]) -> Config:
 
 
 def cluster_of(run: dict[str, Any], config: Config) -> Cluster:
-    """Return the cluster of a run, with what its system has and this project does not."""
+    """Return the cluster of a run, changed by the features of its system (`has`) that this project lacks."""
     cluster, has = find_cluster(run["cluster"]), run.get("has", ())
     device, (inside, *between) = cluster.device, cluster.levels
     if "flash" in has:
-        device = dataclasses.replace(device, platform="gpu")  # where the planner knows flash attention
+        device = dataclasses.replace(device, platform="gpu")  # attention is timed as cuDNN's
     if "fp8" in has:
         # products at twice the rate, but not those of attention and the router
         device = dataclasses.replace(

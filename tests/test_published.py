@@ -14,7 +14,7 @@ import published_runs
 
 from moe_jax.config import Config
 from moe_jax.config.yaml_io import load_config
-from moe_jax.plan.clusters import find_cluster
+from moe_jax.plan.clusters import PRESETS, find_cluster
 from moe_jax.plan.estimate import estimate
 from moe_jax.plan.memory import step_memory
 
@@ -37,6 +37,7 @@ def test_the_page_shows_the_tables_of_the_results() -> None:
         )
         assert f"\n| {label} | {numbers.replace('%', ' %')} |\n" in PAGE
     assert f"{LINKS['points']} points is {100 * LINKS['median_error']:.0f} %" in PAGE.replace("\n", " ")
+    assert LINKS["median_error_of_presets"].keys() == PRESETS.keys() - {"cpu"}
     for preset, error in LINKS["median_error_of_presets"].items():
         assert f"`{preset}`" in PAGE
         assert error is None or error < 0.15
