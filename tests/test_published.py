@@ -1,4 +1,4 @@
-"""Predictions for published runs and links: the page shows what was recorded, which is what is predicted today."""
+"""Predictions for published runs and links: the page shows the recorded ones, and they are predicted today."""
 
 import json
 import sys
@@ -67,7 +67,7 @@ def test_a_token_is_sent_once_to_each_place_by_hand() -> None:
     assert published_runs.rows_per_place(8, 1) == 8
 
 
-def test_what_the_page_on_plans_says_of_scale_and_memory_is_predicted() -> None:
+def test_the_page_on_plans_has_the_predicted_scale_and_memory() -> None:
     page = (ROOT / "docs/plan.md").read_text()
     assert f"the median error is {100 * RUNS['all_rows']['median_error']:.0f} % ([published.md]" in page
     mfus = []
