@@ -64,7 +64,7 @@ class Step:
     """Task times of one step, and its simulated timeline."""
 
     def __init__(self, config: Config, cluster: Cluster, measured: MeasuredTimes = _NOTHING):
-        self.config, self.cluster, self.mesh, self.device = config, cluster, config.mesh.sizes, cluster.device
+        self.config, self.mesh, self.device = config, config.mesh.sizes, cluster.device
         self.slowdown, self.launch_overhead, self.measured = cluster.compute_slowdown, cluster.launch_overhead, measured
         self.collectives = CollectiveCosts(cluster)
         self.tensor, self.context = self.mesh["tensor"], self.mesh["context"]
