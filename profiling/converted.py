@@ -8,9 +8,7 @@ results/converted.json.
 """
 
 import json
-import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -22,13 +20,14 @@ import numpy as np
 from jax.sharding import NamedSharding
 from results_file import rounded, write_result
 from safetensors.numpy import save_file
+from with_transformers import GOLDEN, Pair, asked_python, call, differences, versions
 
 from moe_jax.checkpoint.load import load_params
 from moe_jax.cli import convert
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.yaml_io import load_config
 from moe_jax.convert.families import FAMILIES
-from moe_jax.errors import CommandParser, UserError, run_command
+from moe_jax.errors import run_command
 from moe_jax.models.head import unembed
 from moe_jax.models.stages import in_order, stored_shapes
 from moe_jax.models.transformer import ComputeConfig, forward
@@ -37,7 +36,6 @@ from moe_jax.run.sample import one_device_mesh
 from moe_jax.telemetry.run_log import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
-GOLDEN = ROOT / "tests/golden"
 TRAINED = {  # the name in transformers for the number of experts
     "mixtral": "num_local_experts",
     "qwen3_moe": "num_experts",
@@ -45,28 +43,18 @@ TRAINED = {  # the name in transformers for the number of experts
     "gpt_oss": "num_local_experts",
 }
 RANKS, STEPS, VOCAB = 8, 20, 256  # one token per byte
-Pair = tuple[Path, Path]  # an exported folder, and its expected logits
-DIFFERENCE = re.compile(r"largest difference (\S+)")
-
-
-class ConvertedError(UserError):
-    """Raised for a command that failed."""
 
 
 def main() -> None:
     """Convert, train, compare, and write the result."""
-    parser = CommandParser(prog="python profiling/converted.py", description=__doc__)
-    parser.add_argument("--transformers", required=True, metavar="PYTHON", help="python with transformers")
-    python = parser.parse_args().transformers
+    python = asked_python("converted", __doc__)
     with tempfile.TemporaryDirectory() as home:
         pairs = {family: _unchanged(Path(home) / family, family) for family in FAMILIES}
-        unchanged = _differences(python, pairs)
+        unchanged = differences(python, pairs)
         tuned = {family: _trained(python, Path(home) / f"{family}-trained", family) for family in TRAINED}
-        found = _differences(python, {family: pair for family, (pair, _) in tuned.items()})
+        found = differences(python, {family: pair for family, (pair, _) in tuned.items()})
         trained = {family: facts | found[family] for family, (_, facts) in tuned.items()}
-    packages = "import torch, transformers as t; print(t.__version__, torch.__version__)"
-    transformers, torch = _call(python, "-c", packages).split()
-    about = {"expert_ranks": RANKS, "steps": STEPS, "transformers": transformers, "torch": torch}
+    about = {"expert_ranks": RANKS, "steps": STEPS} | versions(python)
     write_result("converted", about | {"unchanged": unchanged, "trained": trained})
 
 
@@ -79,7 +67,7 @@ def _unchanged(home: Path, family: str) -> Pair:
 def _trained(python: str, home: Path, family: str) -> tuple[Pair, dict[str, Any]]:
     settings = {TRAINED[family]: RANKS, "vocab_size": VOCAB}
     home.mkdir()
-    _call(python, str(GOLDEN / "make.py"), "--out", str(home), "--settings", json.dumps(settings), family)
+    call(python, str(GOLDEN / "make.py"), "--out", str(home), "--settings", json.dumps(settings), family)
     _convert("import", home / family, home / "run")
     shutil.copyfile(ROOT / "configs/text/shakespeare.txt", home / "text.txt")
     training = [
@@ -88,7 +76,7 @@ def _trained(python: str, home: Path, family: str) -> tuple[Pair, dict[str, Any]
         *(f"data.path={home / 'text.txt'}", "data.seq_len=32", "exchange.rank_capacity_factor=null"),
         *("optimizer.warmup_steps=5", "log.every=1", "log.tensorboard=false", "log.sample_tokens=0"),
     ]
-    _call(sys.executable, "-m", "moe_jax.train", "--config", str(home / "run"), *training)
+    call(sys.executable, "-m", "moe_jax.train", "--config", str(home / "run"), *training)
     losses = [record["loss"] for record in read_metrics(home / "tuned") if "loss" in record]
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 24), dtype=np.int32)
     logits = _logits(home / "tuned", tokens)
@@ -112,25 +100,9 @@ def _logits(run: Path, tokens: np.ndarray) -> np.ndarray:
     return np.asarray(run_once(params, tokens))
 
 
-def _differences(python: str, pairs: dict[str, Pair]) -> dict[str, dict[str, float]]:
-    """Return the largest difference of each model's logits. Raises ConvertedError."""
-    output = _call(python, str(GOLDEN / "check.py"), *(str(path) for pair in pairs.values() for path in pair))
-    found = [{"largest_difference": float(text)} for text in DIFFERENCE.findall(output)]
-    return dict(zip(pairs, found, strict=True))
-
-
 def _convert(direction: str, source: Path, out: Path) -> None:
     with patch.object(sys, "argv", ["convert", direction, str(source), "--out", str(out)]):
         convert.main()
-
-
-def _call(*command: str) -> str:
-    """Run a command and return its output. Raises ConvertedError."""
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise ConvertedError(f"{' '.join(command)} ended with exit code {done.returncode}: {done.stderr[-500:]}")
-    print(" ".join(command[1:4]), flush=True)
-    return done.stdout
 
 
 if __name__ == "__main__":

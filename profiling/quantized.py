@@ -6,8 +6,6 @@ MXFP4. transformers dequantises the folders, and its logits are compared with th
 (tests/golden/check.py). Writes results/quantized.json.
 """
 
-import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -15,50 +13,34 @@ from pathlib import Path
 import numpy as np
 from results_file import rounded, write_result
 from safetensors.numpy import load_file, save_file
+from with_transformers import GOLDEN, Pair, asked_python, differences, versions
 
-from moe_jax.errors import CommandParser, UserError, run_command
+from moe_jax.errors import run_command
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from tests.convert import quantize  # noqa: E402
-from tests.convert.golden import GOLDEN, logits_in  # noqa: E402
-
-
-class TransformersError(UserError):
-    """Raised if transformers cannot load a folder, or has other logits."""
+from tests.convert.golden import logits_in  # noqa: E402
 
 
 def main() -> None:
     """Quantise, import, compare, and write the result."""
-    parser = CommandParser(prog="python profiling/quantized.py", description=__doc__)
-    parser.add_argument("--transformers", required=True, metavar="PYTHON", help="python with transformers")
-    python = parser.parse_args().transformers
+    python = asked_python("quantized", __doc__)
     with tempfile.TemporaryDirectory() as home:
         deepseek, _ = quantize.deepseek_v3(Path(home) / "fp8", GOLDEN / "deepseek_v3", (4, 4))
         gpt_oss, _ = quantize.gpt_oss(Path(home) / "mxfp4")
-        found = {folder.name: _compared(python, folder) for folder in (deepseek, gpt_oss)}
-    transformers, torch = _call(
-        python, "-c", "import torch, transformers as t; print(t.__version__, torch.__version__)"
-    ).split()
-    write_result("quantized", {"transformers": transformers, "torch": torch} | found)
+        pairs = {folder.name: _with_logits(folder) for folder in (deepseek, gpt_oss)}
+        found = differences(python, pairs)
+        for name, (_, expected) in pairs.items():
+            found[name]["largest_logit"] = rounded(float(np.abs(load_file(expected)["logits"]).max()))
+    write_result("quantized", versions(python) | found)
 
 
-def _compared(python: str, folder: Path) -> dict[str, float]:
-    """Return the largest logit, and the largest difference of transformers' logits. Raises TransformersError."""
-    expected, logits = folder / "golden.safetensors", logits_in(folder)
-    save_file({"tokens": load_file(expected)["tokens"], "logits": logits}, expected)
-    output = _call(python, str(GOLDEN / "check.py"), str(folder), str(expected))
-    match = re.search(r"largest difference (\S+)", output)
-    assert match is not None, "check.py prints it"
-    return {"largest_logit": rounded(float(np.abs(logits).max())), "largest_difference": float(match[1])}
-
-
-def _call(*command: str) -> str:
-    """Run a command and return its output. Raises TransformersError."""
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise TransformersError(f"{' '.join(command)} ended with exit code {done.returncode}: {done.stderr[-500:]}")
-    return done.stdout
+def _with_logits(folder: Path) -> Pair:
+    """Return a folder and its golden.safetensors, with the logits of the imported model instead of those there."""
+    expected = folder / "golden.safetensors"
+    save_file({"tokens": load_file(expected)["tokens"], "logits": logits_in(folder)}, expected)
+    return folder, expected
 
 
 if __name__ == "__main__":

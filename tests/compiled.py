@@ -14,7 +14,7 @@ from jax.stages import Compiled, Wrapped
 from moe_jax.measure.races import check_races
 from moe_jax.step.compile import StepProgram
 
-# where `conftest.py` chooses XLA's older emitters, the options for the newer ones; {}: there are no others
+# compiler options that choose XLA's newer emitters; {} where `conftest.py` has not chosen the older ones
 NEWER_EMITTERS = {"xla_cpu_use_fusion_emitters": True} if "fusion_emitters=false" in os.environ["XLA_FLAGS"] else {}
 LARGE = 2_500_000  # characters of a program, above which the older ones are slower
 

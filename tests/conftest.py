@@ -56,7 +56,7 @@ def _programs_are_kept() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def exact() -> Iterator[None]:
-    """For tests that hold programs of several runs against each other, bit for bit."""
+    """For tests that compare results of several programs bit for bit, or within narrow bounds."""
     from tests.compiled import exact_programs
 
     with exact_programs():

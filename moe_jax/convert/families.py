@@ -12,7 +12,7 @@ from moe_jax.convert.hf_config import ConvertError, HfConfig
 
 _MODULES = (mixtral, llama, qwen3, qwen3_moe, olmoe, qwen2_moe, deepseek_v3, deepseek_v2, gpt_oss)
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
-_BY_TYPE = FAMILIES | {name: family for family in FAMILIES.values() for name in family.also}
+_BY_TYPE = FAMILIES | {name: family for family in FAMILIES.values() for name in family.aliases}
 
 # settings of `model.moe` that affect training or the capacity, but not the function that a checkpoint stores
 _TRAINING = {

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from moe_jax.convert.hf_config import ConvertError, read_json
-from moe_jax.convert.quantized import FLOATS, Dequantized, Form, Quantization
+from moe_jax.convert.quantized import FLOATS, Dequantized, Quantization, TensorSpec
 from moe_jax.convert.stored import StoredTensor, are_equal, open_tensors
 from moe_jax.convert.tensors import Readable
 from moe_jax.files.untrusted import check_regular
@@ -67,10 +67,10 @@ class Weights:
 
         Their types must convert to float32 without rounding, or be those of the quantisation.
         """
-        forms: dict[str, Form] = {}
+        specs: dict[str, TensorSpec] = {}
         for name, shape in shapes.items():
-            forms |= self._forms(name, shape)
-        for name, (shape, types) in forms.items():
+            specs |= self._specs(name, shape)
+        for name, (shape, types) in specs.items():
             if name not in self._tensors:
                 raise ConvertError(
                     f"{self._folder} has no tensor {name}: fetch all of its files, or use another config.json"
@@ -93,8 +93,8 @@ class Weights:
                         "names no file that has it: name one there"
                     )
 
-        blocks = {match[0] for name in forms if (match := _BLOCK.match(name))}
-        for name in self._tensors.keys() - forms.keys():
+        blocks = {match[0] for name in specs if (match := _BLOCK.match(name))}
+        for name in self._tensors.keys() - specs.keys():
             match = _BLOCK.match(name)
             if match and match[0] in blocks and not name.endswith(_DERIVED):
                 raise ConvertError(
@@ -113,11 +113,11 @@ class Weights:
         """Return the names of all tensors in the files."""
         return self._tensors.keys()
 
-    def _forms(self, name: str, shape: tuple[int, ...]) -> dict[str, Form]:
-        """Return the form of a tensor on disk, or those of its codes and scales, by name."""
+    def _specs(self, name: str, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
+        """Return the shape and types of a tensor on disk, or those of its codes and scales, by name."""
         if self._quantization is None or (parts := self._quantization.parts(name, self._tensors)) is None:
-            return {name: Form(shape)}
-        return dict(zip(parts, self._quantization.forms(name, shape), strict=True))
+            return {name: TensorSpec(shape)}
+        return dict(zip(parts, self._quantization.specs(name, shape), strict=True))
 
     def _index(self) -> dict[str, str]:
         """Return the file of each tensor, checked to be in this folder; an empty dict if all are in one file."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from moe_jax.convert.hf_config import ConvertError, HfConfig
 from moe_jax.convert.stored import StoredTensor
+from moe_jax.convert.tensors import slice_of
 
 FLOATS = ("F32", "BF16", "F16")  # the types that convert to float32 without rounding
 _AT_A_TIME = 2**16  # numbers dequantised at a time
@@ -24,8 +25,8 @@ _E2M1_PAIRS = np.stack([_E2M1[_BYTES & 15], _E2M1[_BYTES >> 4]], axis=-1)  # [25
 _GROUP = 32  # numbers that share a scale in MXFP4
 
 
-class Form(NamedTuple):
-    """The form of a tensor on disk: its shape, and safetensors' names of the types that its numbers may have."""
+class TensorSpec(NamedTuple):
+    """What a tensor on disk has to be: its shape, and safetensors' names of the types that its numbers may have."""
 
     shape: tuple[int, ...]
     types: tuple[str, ...] = FLOATS
@@ -37,8 +38,8 @@ class Quantization(Protocol):
     def parts(self, name: str, tensors: Mapping[str, StoredTensor]) -> tuple[str, str] | None:
         """Return the names of a tensor's codes and scales; None if it is not quantised."""
 
-    def forms(self, name: str, shape: tuple[int, ...]) -> tuple[Form, Form]:
-        """Return the forms of a tensor's codes and scales. Raises ConvertError if its shape cannot be quantised."""
+    def specs(self, name: str, shape: tuple[int, ...]) -> tuple[TensorSpec, TensorSpec]:
+        """Return the specs of a tensor's codes and scales. Raises ConvertError if its shape cannot be quantised."""
 
     def dequantize(self, codes: StoredTensor, scales: StoredTensor, index: Sequence[range]) -> NDArray[np.float32]:
         """Return the part of a tensor at `index`, a range of each of its axes.
@@ -63,24 +64,24 @@ class BlockFp8:
             return None
         return name, f"{name}_scale_inv"
 
-    def forms(self, name: str, shape: tuple[int, ...]) -> tuple[Form, Form]:
+    def specs(self, name: str, shape: tuple[int, ...]) -> tuple[TensorSpec, TensorSpec]:
         blocks = (-(-size // block) for size, block in zip(shape[-2:], self.block, strict=True))
-        return Form(shape, ("F8_E4M3",)), Form((*shape[:-2], *blocks), (*FLOATS, "F8_E8M0"))
+        return TensorSpec(shape, ("F8_E4M3",)), TensorSpec((*shape[:-2], *blocks), (*FLOATS, "F8_E8M0"))
 
     def dequantize(self, codes: StoredTensor, scales: StoredTensor, index: Sequence[range]) -> NDArray[np.float32]:
         *stacked, rows, columns = index
-        above = tuple(_slice(each) for each in stacked)
+        above = tuple(slice_of(each) for each in stacked)
         height, width = self.block
-        first = columns.start // width
-        across = slice(first, -(-columns.stop // width))
+        across = slice(columns.start // width, -(-columns.stop // width))
+        block_of_column = np.arange(columns.start, columns.stop) // width - across.start
         out = np.empty([len(each) for each in index], np.float32)
         for part in _row_chunks(rows, len(columns), height):
             own = out[..., part.start - rows.start : part.stop - rows.start, :]
-            np.take(_E4M3, codes.slices[(*above, _slice(part), _slice(columns))], out=own, mode="clip")
+            np.take(_E4M3, codes.slices[(*above, slice_of(part), slice_of(columns))], out=own, mode="clip")
             row = part.start // height
             scale = scales.slices[(*above, slice(row, row + 1), across)]
-            wide = np.repeat(_E8M0[scale] if scales.type == "F8_E8M0" else scale.astype(np.float32), width, axis=-1)
-            own *= wide[..., columns.start - first * width : columns.stop - first * width]
+            scale = _E8M0[scale] if scales.type == "F8_E8M0" else scale.astype(np.float32)
+            own *= scale[..., block_of_column]
         return out
 
 
@@ -97,7 +98,7 @@ class Mxfp4:
         names = f"{name}_blocks", f"{name}_scales"
         return names if any(each in tensors for each in names) else None
 
-    def forms(self, name: str, shape: tuple[int, ...]) -> tuple[Form, Form]:
+    def specs(self, name: str, shape: tuple[int, ...]) -> tuple[TensorSpec, TensorSpec]:
         if len(shape) != 3 or shape[1] % _GROUP:
             raise ConvertError(
                 f"{name} is {list(shape)}: quant_method='mxfp4' needs three axes, the second a multiple of {_GROUP}; "
@@ -105,7 +106,7 @@ class Mxfp4:
             )
         experts, rows, columns = shape
         groups = (experts, columns, rows // _GROUP)
-        return Form((*groups, _GROUP // 2), ("U8",)), Form(groups, ("U8",))
+        return TensorSpec((*groups, _GROUP // 2), ("U8",)), TensorSpec(groups, ("U8",))
 
     def dequantize(self, codes: StoredTensor, scales: StoredTensor, index: Sequence[range]) -> NDArray[np.float32]:
         experts, rows, columns = index
@@ -113,7 +114,7 @@ class Mxfp4:
         out = np.empty((len(experts), len(columns), len(groups), _GROUP), np.float32)
         for own, expert in zip(out, experts, strict=True):
             for part in _row_chunks(columns, len(groups) * _GROUP, columns.stop):
-                where = slice(expert, expert + 1), _slice(part), _slice(groups)
+                where = slice(expert, expert + 1), slice_of(part), slice_of(groups)
                 piece = own[part.start - columns.start : part.stop - columns.start]
                 pairs = piece.reshape(*piece.shape[:-1], _GROUP // 2, 2)
                 np.take(_E2M1_PAIRS, codes.slices[where][0], axis=0, out=pairs, mode="clip")
@@ -144,10 +145,10 @@ def quantization_of(hf: HfConfig) -> Quantization | None:
         found.only("fmt", "e4m3")
         found.only("activation_scheme", "dynamic")
         block = found.listed("weight_block_size")
-        if len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
+        if len(block) != 2 or any(type(size) is not int or not 0 < size < 2**31 for size in block):
             raise ConvertError(
-                f"{found.where}: weight_block_size={block} is not supported: it must be rows and columns of a block, "
-                "as [128, 128]"
+                f"{found.where}: weight_block_size={str(block)[:80]} is not supported: it must be rows and columns of "
+                "a block, as [128, 128]"
             )
         return BlockFp8((block[0], block[1]))
     if method == "mxfp4" and hf.word("model_type") == "gpt_oss":
@@ -165,7 +166,3 @@ def _row_chunks(rows: range, width: int, height: int) -> Iterator[range]:
         stop = min(rows.stop, start + most, (start // height + 1) * height)
         yield range(start, stop)
         start = stop
-
-
-def _slice(numbers: range) -> slice:
-    return slice(numbers.start, numbers.stop)

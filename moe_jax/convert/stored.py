@@ -5,7 +5,7 @@ safetensors reads numbers of 8-bit floats only for torch. Here they are read as 
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,14 +66,14 @@ def open_tensors(file: Path, opening: ExitStack) -> Iterator[tuple[str, StoredTe
     """Yield the tensors of a file by name. It is open until `opening` closes. Raises OSError and SafetensorError."""
     handle = opening.enter_context(safetensors.safe_open(file, framework="numpy"))
     slices: dict[str, Slices] = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 – no dict
-    if any(each.get_dtype() in _FLOAT8 for each in slices.values()):
-        slices |= _float8(file)
+    if float8 := [name for name, each in slices.items() if each.get_dtype() in _FLOAT8]:
+        slices |= _bits(file, float8)
     for name, each in slices.items():
         yield name, StoredTensor(each, file.name)
 
 
-def _float8(file: Path) -> dict[str, Slices]:
-    """Return the tensors of 8-bit floats of a file whose header safetensors has checked.
+def _bits(file: Path, names: Collection[str]) -> dict[str, Slices]:
+    """Return the bits of tensors of 8-bit floats in a file whose header safetensors has checked.
 
     The format: the size of the header in 8 bytes, little-endian; the header, a JSON object; the tensors' bytes.
     """
@@ -81,10 +81,9 @@ def _float8(file: Path) -> dict[str, Slices]:
     start = 8 + int.from_bytes(content[:8].tobytes(), "little")
     header: Mapping[str, Mapping[str, Any]] = json.loads(content[8:start].tobytes())
     found: dict[str, Slices] = {}
-    for name, entry in header.items():
-        if entry.get("dtype") in _FLOAT8:
-            low, high = (start + offset for offset in entry["data_offsets"])
-            found[name] = _Bits(content[low:high].reshape(entry["shape"]), entry["dtype"])
+    for name in names:
+        low, high = (start + offset for offset in header[name]["data_offsets"])
+        found[name] = _Bits(content[low:high].reshape(header[name]["shape"]), header[name]["dtype"])
     return found
 
 

@@ -79,7 +79,7 @@ class Tensor:
                 inner = math.prod(sizes[dim] for dim in rest)
                 rows.append(slice(read[first].start * inner, read[first].stop * inner))
             block = tensor[tuple(rows)].reshape([len(read[dim]) for dim in self.dims])
-            wanted = block[tuple(_slice(there[dim], read[dim].start) for dim in self.dims)]
+            wanted = block[tuple(slice_of(there[dim], read[dim].start) for dim in self.dims)]
             order = [self.dims.index(dim) for dim in dims if dim in self.dims]
             out[tuple(own.get(dim, slice(None)) for dim in dims)] = wanted.transpose(order)
 
@@ -90,7 +90,7 @@ class Tensor:
         view = out.reshape([sizes[dim] for dim in self.dims])
         for own, there in self._pieces({dim: range(size) for dim, size in ours.items()}):
             piece = array[tuple(own.get(dim, slice(None)) for dim in dims)]
-            view[tuple(_slice(there[dim]) for dim in self.dims)] = piece.transpose(
+            view[tuple(slice_of(there[dim]) for dim in self.dims)] = piece.transpose(
                 [list(dims).index(dim) for dim in self.dims]
             )
 
@@ -111,5 +111,6 @@ class Tensor:
             yield {self.part.dim: own}, there | {self.part.dim: numbers}
 
 
-def _slice(numbers: range, start: int = 0) -> slice:
+def slice_of(numbers: range, start: int = 0) -> slice:
+    """Return the slice of an array that has these numbers, if its first one has the number `start`."""
     return slice(numbers.start - start, numbers.stop - start, numbers.step)

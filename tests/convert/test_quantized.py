@@ -43,7 +43,8 @@ def test_fp8_is_code_times_scale_of_its_block(dtype, at_a_time, tmp_path, monkey
     codes = np.array([code for code in range(256) if code & 127 != 127], np.uint8)
     codes = rng.permutation(np.resize(codes, 2 * 37 * 31)).reshape(2, 37, 31)
     scales = rng.uniform(1e-4, 2, (2, 3, 2)).astype(dtype)
-    save_file({"w": codes.view(jnp.float8_e4m3fn), "w_scale_inv": scales}, tmp_path / "model.safetensors")
+    tensors, metadata = {"w": codes.view(jnp.float8_e4m3fn), "w_scale_inv": scales}, {"dtype": "F8_E4M3"}  # no tensor
+    save_file(tensors, tmp_path / "model.safetensors", metadata)
     with Weights(tmp_path, BlockFp8((16, 24))) as weights:
         weights.check({"w": codes.shape})
         assert_same(weights, "w", quantize.fp8_values(codes, scales.astype(np.float32), (16, 24)))
@@ -96,6 +97,7 @@ def test_a_quantised_model_is_the_dequantised_one(folders):
         (FP8 | {"activation_scheme": "static"}, 'activation_scheme="static" is not supported: it must be "dynamic"'),
         (FP8 | {"weight_block_size": None}, r"weight_block_size=\[\] is not supported: it must be rows and columns"),
         (FP8 | {"weight_block_size": [128, 0]}, r"weight_block_size=\[128, 0\] is not supported"),
+        (FP8 | {"weight_block_size": [1, 2**31]}, r"weight_block_size=\[1, 2147483648\] is not supported"),
     ],
 )
 def test_other_quantisations_are_refused_by_name(settings, message):
@@ -123,6 +125,15 @@ def test_scales_that_do_not_fit_are_refused(edit, message, tmp_path):
     save_file(found, tmp_path / "model.safetensors")
     with Weights(tmp_path, BlockFp8((16, 24))) as weights, pytest.raises(ConvertError, match=message):
         weights.check({"w": (37, 31)})
+
+
+def test_a_block_may_be_larger_than_its_matrix(tmp_path):
+    """A scale is not repeated over the columns that its block could have: here 8 GB."""
+    codes, scales = np.full((3, 5), 0x38, np.uint8), np.full((1, 1), 0.5, np.float32)
+    save_file({"w": codes.view(jnp.float8_e4m3fn), "w_scale_inv": scales}, tmp_path / "model.safetensors")
+    with Weights(tmp_path, BlockFp8((2**31 - 1, 2**31 - 1))) as weights:
+        weights.check({"w": codes.shape})
+        assert_same(weights, "w", np.full((3, 5), 0.5, np.float32))
 
 
 def test_codes_need_the_settings(tmp_path):

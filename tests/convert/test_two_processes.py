@@ -1,6 +1,5 @@
 """A model that two processes import together."""
 
-import subprocess
 import sys
 
 from moe_jax.checkpoint.files import checkpoints_dir, newest_checkpoint
@@ -8,6 +7,7 @@ from moe_jax.checkpoint.record import read_record
 from moe_jax.cli import convert
 from moe_jax.launch.supervisor import reserved_port
 from tests.convert.golden import GOLDEN
+from tests.distributed.test_startup_barrier import ended
 
 
 def test_two_processes_with_their_own_devices_import_what_one_process_does(tmp_path, monkeypatch):
@@ -15,18 +15,11 @@ def test_two_processes_with_their_own_devices_import_what_one_process_does(tmp_p
     alone, together = tmp_path / "alone", tmp_path / "together"
     with reserved_port() as port:
         flags = [f"--coordinator=127.0.0.1:{port}", "--num-processes=2"]
-        programs = [
-            subprocess.Popen(
-                [sys.executable, "-m", "moe_jax.convert", *command, str(together), *flags, f"--process-id={rank}"],
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        monkeypatch.setattr(sys, "argv", ["convert", *command, str(alone)])
-        convert.main()
-        errors = [program.communicate(timeout=100)[1] for program in programs]
-    assert [program.returncode for program in programs] == [0, 0], errors
+        process = [sys.executable, "-m", "moe_jax.convert", *command, str(together), *flags]
+        codes, errors = ended([[*process, f"--process-id={rank}"] for rank in range(2)])
+    assert codes == [0, 0], errors
+    monkeypatch.setattr(sys, "argv", ["convert", *command, str(alone)])
+    convert.main()
     assert newest_checkpoint(together) == newest_checkpoint(alone) == 0
     records = [read_record(checkpoints_dir(run) / "0") for run in (alone, together)]
     assert records[0].leaves == records[1].leaves, "shapes and digests, which do not depend on the devices"

@@ -9,10 +9,14 @@ import numpy as np
 import pytest
 
 from moe_jax.config import ScheduleConfig
+from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.step.scheduled.build import make_plan
+from moe_jax.step.scheduled.jaxpr_utils import communicates
 from moe_jax.step.scheduled.scan_residuals import ScanBody
 from moe_jax.step.scheduled.step_dims import StepDims
 from moe_jax.step.trainer import make_trainer
+from tests.parallel.per_device import on_mesh
 from tests.small import first_params, small_config, tokens_of
 from tests.step.gradients import assert_equals_reference, mesh_of, sharded_gradients
 
@@ -85,6 +89,25 @@ def test_a_turn_stacks_neither_weights_nor_what_follows_from_them_nor_anything_t
     again, _, *rest = traced.rebuild(w, stacked)
     chex.assert_trees_all_equal(rest, others)
     chex.assert_trees_all_close(again(jnp.ones((2, 5))), first(jnp.ones((2, 5))), rtol=1e-2)
+
+
+def test_what_a_collective_brings_is_not_asked_for_again():
+    """Sizes of an exchange, with a gate that reads no features, follow from constants alone."""
+
+    def turn(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None, jax.Array]:
+        total = jax.lax.psum(w, Axis.EXPERT)
+        return x * total, None, 2 * total
+
+    def body(x: jax.Array, w: jax.Array) -> jax.Array:
+        traced = ScanBody(turn, x, w)
+        _, _, stacked = traced(x, w)
+        again = jax.make_jaxpr(traced.rebuild)(w, stacked)
+        assert not any(map(communicates, again.eqns))
+        return traced.rebuild(w, stacked)
+
+    w = jnp.arange(8.0)
+    twice = on_mesh(body, (BATCH_SPEC, BATCH_SPEC), BATCH_SPEC, data=1, expert=8)(jnp.ones(8), w)
+    chex.assert_trees_all_equal(twice, jnp.full(8, 2 * w.sum()))
 
 
 def test_a_call_inside_a_turn_may_return_a_constant():

@@ -105,7 +105,7 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     attention = "jax._src.cudnn.fused_attention_stablehlo"
     monkeypatch.setattr(f"{attention}.check_compute_capability", lambda needed: True)
     monkeypatch.setattr(f"{attention}.check_cudnn_version", lambda: 91000)
-    monkeypatch.setattr("moe_jax.models.transformer._capability", lambda device: HOPPER)
+    monkeypatch.setattr("moe_jax.models.transformer.capability_of", lambda device: HOPPER)
 
 
 @pytest.mark.parametrize("case", _cases(), ids=lambda case: "-".join(case.values()))

@@ -54,6 +54,8 @@ OTHERS = {
     "copies of two stacks": f"mesh.data=2 mesh.expert=2 {MIGRATION} {COPIES} {TWO_STACKS}",
     "copies, parts, cut": f"mesh.data=2 mesh.expert=2 {MIGRATION} {COPIES} {TWO_STACKS} "
     "schedule.policy=unified schedule.microbatches=2 schedule.grad_reduce=end train.grad_accumulation=2",
+    "copies, sizes that follow from no features": f"mesh.data=2 mesh.expert=2 {MIGRATION} {COPIES} model.moe.gate=hash "
+    "schedule.policy=unified schedule.microbatches=2 schedule.expert_chunks=3",
     "copies, pipeline": f"{PIPELINED} {MIGRATION} {COPIES} schedule.pipeline=zero_bubble",
 }
 

@@ -4,7 +4,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
+
+from moe_jax.parallel.host_call import host_call_p
 
 Values = dict[Var, Any]
 
@@ -73,3 +75,14 @@ def body_of_call(eqn: JaxprEqn) -> ClosedJaxpr | None:
         return None
     body = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
     return body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())
+
+
+def communicates(eqn: JaxprEqn) -> bool:
+    """Return whether an equation, or a program inside it, sends anything to other devices."""
+    if eqn.primitive is host_call_p:
+        return True
+    axes = eqn.params.get("axis_name", eqn.params.get("axes", ()))
+    named = any(isinstance(axis, str) for axis in ([axes] if isinstance(axes, str) else axes or ()))
+    if named and eqn.primitive.name != "axis_index":
+        return True
+    return any(communicates(inner) for program in jaxprs_in_params(eqn.params) for inner in program.eqns)

@@ -11,7 +11,7 @@ from jax.tree_util import PyTreeDef
 
 from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.parallel.trees import Tree
-from moe_jax.step.scheduled.jaxpr_utils import body_of_call, needed_for, value_of, variables
+from moe_jax.step.scheduled.jaxpr_utils import body_of_call, communicates, needed_for, value_of, variables
 
 
 class BlockConsts(NamedTuple):
@@ -28,7 +28,9 @@ class ScanBody:
     The returned carry may have another structure than the input.
 
     A value that several leaves of `saved` share is stacked once. Values that only depend on `consts` (weights, their
-    casts, masks, random numbers) are not stacked: `rebuild` recomputes them.
+    casts, masks, random numbers) are not stacked: `rebuild` recomputes them. What a collective brings is stacked all
+    the same, such as the sizes of exchanges with a gate that reads no features: repeated, it would cost time and run
+    beside other collectives.
     """
 
     def __init__(self, function: Callable[[Tree, Tree], tuple[Tree, Tree, Tree]], carry: Tree, consts: Tree):
@@ -96,15 +98,14 @@ class ScanBody:
 
 
 def _depend(sources: Sequence[Var], eqns: Sequence[JaxprEqn]) -> set[Var]:
-    """Return the sources and everything computed from them, including inside calls."""
+    """Return the sources, the results of collectives, and everything computed from these, including inside calls."""
     moving = set(sources)
     for eqn in eqns:
         from_moving = [isinstance(var, Var) and var in moving for var in eqn.invars]
-        if not any(from_moving):
-            continue
         call = body_of_call(eqn)
         if call is None:
-            moving.update(eqn.outvars)
+            if any(from_moving) or communicates(eqn):
+                moving.update(eqn.outvars)
             continue
         body = call.jaxpr
         inside = _depend([var for var, moves in zip(body.invars, from_moving, strict=True) if moves], body.eqns)
