@@ -1,11 +1,10 @@
-"""Plans whose figures docs/plan.md and README.md give: python profiling/plan_cases.py
+"""Plans whose figures docs/plan.md, docs/results.md and README.md give: python profiling/plan_cases.py [--table]
 
 Each model is planned on a cluster with all axes, and without context ranks. Takes about two minutes of one core. Writes
-results/plan_cases.json; `--table` prints the table of docs/plan.md from it, and tests/test_plan_figures.py compares the
-pages with it.
+results/plan_cases.json, and prints the table of docs/plan.md; `--table` only prints it. tests/test_plan_figures.py
+compares the pages with the results.
 """
 
-import argparse
 import json
 import time
 from typing import Any, NamedTuple
@@ -71,7 +70,7 @@ def table(plans: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
 def main() -> None:
     """Plan all cases and write the results, or print the table of the last ones."""
     parser = CommandParser(prog="python profiling/plan_cases.py", description=__doc__)
-    parser.add_argument("--table", action=argparse.BooleanOptionalAction, help="only print the table")
+    parser.add_argument("--table", action="store_true", help="only print the table")
     if not parser.parse_args().table:
         plans = {case.row: {name: planned(case, more) for name, more in VARIANTS.items()} for case in CASES}
         write_result(NAME, {"plans": plans})

@@ -30,9 +30,13 @@ def predicted_us(link: dict[str, Any], num_bytes: float) -> float:
 
 def compared(link: dict[str, Any]) -> dict[str, Any]:
     """Return a row with its predictions, and their median error."""
-    predicted = [rounded(predicted_us(link, num_bytes)) for num_bytes in link["bytes"]]
-    errors = [found / us - 1 for found, us in zip(predicted, link["us"], strict=True)]
-    return link | {"predicted_us": predicted, "median_error": rounded(statistics.median(map(abs, errors)))}
+    found = link | {"predicted_us": [rounded(predicted_us(link, num_bytes)) for num_bytes in link["bytes"]]}
+    return found | {"median_error": rounded(statistics.median(errors(found)))}
+
+
+def errors(link: dict[str, Any]) -> list[float]:
+    """Return the relative errors of a row's predictions."""
+    return [abs(found / us - 1) for found, us in zip(link["predicted_us"], link["us"], strict=True)]
 
 
 def of_presets(links: list[dict[str, Any]]) -> dict[str, float | None]:
@@ -40,19 +44,19 @@ def of_presets(links: list[dict[str, Any]]) -> dict[str, float | None]:
     presets: dict[str, list[float]] = {name: [] for name in PRESETS if name != "cpu"}
     for link in links:
         preset = max((name for name in presets if link["cluster"].startswith(name)), key=len)
-        presets[preset] += [abs(a / b - 1) for a, b in zip(link["predicted_us"], link["us"], strict=True)]
-    return {name: rounded(statistics.median(errors)) if errors else None for name, errors in presets.items()}
+        presets[preset] += errors(link)
+    return {name: rounded(statistics.median(each)) if each else None for name, each in presets.items()}
 
 
 def table(result: dict[str, Any]) -> str:
-    """Return the rows as a Markdown table: ratios of predicted to published times, by size."""
+    """Return the rows as a Markdown table of ratios of predicted to published times, by size."""
     lines = [
         "| devices | collective | source | predicted / published, by bytes | median error |",
         "|---|---|---|---|---|",
     ]
     for link in result["links"]:
         points = zip(link["bytes"], link["predicted_us"], link["us"], strict=True)
-        ratios = ", ".join(f"{size_words(num_bytes)}: {found / us:.2f}" for num_bytes, found, us in points)
+        ratios = ", ".join(f"{size_text(num_bytes)}: {found / us:.2f}" for num_bytes, found, us in points)
         lines.append(
             f"| {link['ranks']} of {link['cluster']} | {link['collective']} | {link['source']} | {ratios} | "
             f"{100 * link['median_error']:.0f} % |"
@@ -60,8 +64,8 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def size_words(num_bytes: float) -> str:
-    """Return a size in words."""
+def size_text(num_bytes: float) -> str:
+    """Return a size in binary units."""
     for name, unit in (("G", 2**30), ("M", 2**20)):
         if num_bytes >= unit:
             return f"{num_bytes / unit:.3g}{name}"
@@ -73,7 +77,7 @@ def main() -> None:
     CommandParser(prog="python profiling/published_links.py", description=__doc__).parse_args()
     given = yaml.safe_load(LINKS.read_text())
     found = [compared(link) for link in given["links"]]
-    every = [abs(a / b - 1) for link in found for a, b in zip(link["predicted_us"], link["us"], strict=True)]
+    every = [error for link in found for error in errors(link)]
     result = {
         "sources": given["sources"],
         "links": found,

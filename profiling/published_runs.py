@@ -17,6 +17,7 @@ from moe_jax.config import Config
 from moe_jax.config.draft import open_draft
 from moe_jax.config.yaml_io import load_config, load_draft
 from moe_jax.errors import CommandParser, run_command
+from moe_jax.plan.candidates import mesh_text
 from moe_jax.plan.clusters import Cluster, LinkCurve, find_cluster
 from moe_jax.plan.clusters.hardware import RateShares
 from moe_jax.plan.collective_costs import CollectiveCosts, DeviceGroup
@@ -43,11 +44,11 @@ def config_of(run: dict[str, Any]) -> Config:
 
 
 def cluster_of(run: dict[str, Any], config: Config) -> Cluster:
-    """Return the cluster of a run, with what its system has and this project does not."""
+    """Return the cluster of a run, changed by the features of its system (`has`) that this project lacks."""
     cluster, has = find_cluster(run["cluster"]), run.get("has", ())
     device, (inside, *between) = cluster.device, cluster.levels
     if "flash" in has:
-        device = dataclasses.replace(device, platform="gpu")  # where the planner knows flash attention
+        device = dataclasses.replace(device, platform="gpu")  # attention is timed as cuDNN's
     if "fp8" in has:
         # products at twice the rate, but not those of attention and the router
         device = dataclasses.replace(
@@ -89,7 +90,7 @@ def rows_per_place(top_k: int, places: float) -> float:
 
 def planned(run: dict[str, Any]) -> Estimate:
     """Return the estimate of the best plan, with the mesh, schedule and memory savings chosen freely."""
-    fixed = [each for each in settings_of(run) if not each.startswith(_FREE)] + [_BALANCED]
+    fixed = [each for each in settings_of(run) if each == _BALANCED or not each.startswith(_FREE)]
     given = load_draft(f"configs/models/{run['model']}.yaml", fixed)
     draft = open_draft(given, fixed={each.partition("=")[0] for each in fixed})
     return plan(draft, find_cluster(run["cluster"])).best.estimate
@@ -139,17 +140,12 @@ def table(result: dict[str, Any]) -> str:
     ]
     for run in result["runs"]:
         own, best = run["predicted"], run["best"]
-        free = f"{best['tokens_per_s']:,.0f}: {mesh_words(best['mesh'])}" if best else ""
+        free = f"{best['tokens_per_s']:,.0f}: {mesh_text(best['mesh'])}" if best else ""
         lines.append(
-            f"| {run['name']} | {run['source']} | {mesh_words(own['mesh'])} | {', '.join(run['has'])} | "
+            f"| {run['name']} | {run['source']} | {mesh_text(own['mesh'])} | {', '.join(run['has'])} | "
             f"{run['tokens_per_s']:,.0f} | {own['tokens_per_s']:,.0f} | {run['ratio']:.2f} | {free} |"
         )
     return "\n".join(lines)
-
-
-def mesh_words(mesh: dict[str, int]) -> str:
-    """Return a mesh in words."""
-    return " ".join(f"{axis}={size}" for axis, size in mesh.items())
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Predictions for published runs and links: the page shows what was recorded, which is what is predicted today."""
+"""Predictions for published runs and links: the page shows the recorded ones, and they are predicted today."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ import published_runs
 
 from moe_jax.config import Config
 from moe_jax.config.yaml_io import load_config
-from moe_jax.plan.clusters import find_cluster
+from moe_jax.plan.clusters import PRESETS, find_cluster
 from moe_jax.plan.estimate import estimate
 from moe_jax.plan.memory import step_memory
 
@@ -37,6 +37,7 @@ def test_the_page_shows_the_tables_of_the_results() -> None:
         )
         assert f"\n| {label} | {numbers.replace('%', ' %')} |\n" in PAGE
     assert f"{LINKS['points']} points is {100 * LINKS['median_error']:.0f} %" in PAGE.replace("\n", " ")
+    assert LINKS["median_error_of_presets"].keys() == PRESETS.keys() - {"cpu"}
     for preset, error in LINKS["median_error_of_presets"].items():
         assert f"`{preset}`" in PAGE
         assert error is None or error < 0.15
@@ -66,8 +67,9 @@ def test_a_token_is_sent_once_to_each_place_by_hand() -> None:
     assert published_runs.rows_per_place(8, 1) == 8
 
 
-def test_what_the_page_on_plans_says_of_scale_and_memory_is_predicted() -> None:
+def test_the_page_on_plans_has_the_predicted_scale_and_memory() -> None:
     page = (ROOT / "docs/plan.md").read_text()
+    assert f"the median error is {100 * RUNS['all_rows']['median_error']:.0f} % ([published.md]" in page
     mfus = []
     for data in (1, 16):
         mesh = [f"mesh.data={data}", "mesh.expert=8", "mesh.pipeline=8", "train.grad_accumulation=32"]

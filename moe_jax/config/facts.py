@@ -77,6 +77,8 @@ class DispatcherFacts(Facts):
 class HooksFacts(Facts):
     """The declaration of a file in `models/hooks/`, which defines `HOOKS`."""
 
+    row_item_bytes: int | None = None  # bytes of a number of a row that is sent; None: as the step computes it
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeFacts(Facts):

@@ -72,7 +72,7 @@ def on_meshes(draft: Draft, cluster: Cluster) -> Iterator[Config | Refused]:
 
 
 def _on_mesh(mesh: Mapping[str, Any], least_parts: Iterable[int]) -> Iterator[Overrides]:
-    """What is tried on a mesh, until one is valid."""
+    """Settings to try on a mesh, until one is valid."""
     staged = mesh["pipeline"] > 1
     for parts in least_parts:
         for pipeline in pipelines() if staged else ({},):
@@ -144,7 +144,7 @@ def choices(draft: Draft, base: Sections, overrides: Iterable[Overrides]) -> Ite
     for each in overrides:
         try:
             sections = _sections(draft, base, each)
-            _check_batch(sections)  # first, since it fails most often and takes least
+            _check_batch(sections)  # first, since it fails most often and takes the least time
             found = _checked(sections)
         except ConfigError:
             continue

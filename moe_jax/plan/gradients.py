@@ -50,14 +50,21 @@ class _Layout(NamedTuple):
     """What decides which devices have the same parameters."""
 
     expert_axes: tuple[str, ...]
+    expert_ranks: int
     num_experts: int
-    replicas: int
+    slots: int  # of all ranks, for the experts of a block and their copies
     sizes: tuple[tuple[str, int], ...]  # of the mesh's axes
 
     @staticmethod
     def of(config: Config, mesh: Mapping[str, int]) -> "_Layout":
         """The layout of a config on a mesh of these sizes."""
-        return _Layout(config.mesh.expert_axes, config.model.moe.num_experts, config.replicas, tuple(mesh.items()))
+        return _Layout(
+            expert_axes=config.mesh.expert_axes,
+            expert_ranks=config.mesh.expert_ranks(mesh),
+            num_experts=config.model.moe.num_experts,
+            slots=config.expert_slots(mesh),
+            sizes=tuple(mesh.items()),
+        )
 
     @property
     def axes_of_copies(self) -> tuple[tuple[str, ...], ...]:
@@ -77,14 +84,12 @@ def params_by_group(owned: Owned, config: Config, mesh: Mapping[str, int]) -> Ma
 @functools.lru_cache(maxsize=2**14)
 def _params_by_group(owned: Owned, layout: _Layout) -> Counter[DeviceGroup]:
     mesh = dict(layout.sizes)
-    expert, tensor = math.prod(mesh[axis] for axis in layout.expert_axes), mesh["tensor"]
-    experts = max(layout.num_experts, 1)
-    slots = layout.num_experts + layout.replicas * expert
+    expert, tensor, experts = layout.expert_ranks, mesh["tensor"], max(layout.num_experts, 1)
     everyone, tensor_apart, copies = (group_over(axes, mesh) for axes in layout.axes_of_copies)
     of_group: Counter[DeviceGroup] = Counter()  # if an axis has one rank, several groups are equal
     of_group[everyone] += owned.whole
     of_group[tensor_apart] += owned.heads_and_hidden // tensor
-    of_group[copies] += (owned.expert // (expert * tensor) + owned.expert_whole // expert) * slots // experts
+    of_group[copies] += (owned.expert // (expert * tensor) + owned.expert_whole // expert) * layout.slots // experts
     return of_group
 
 

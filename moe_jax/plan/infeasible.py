@@ -9,6 +9,7 @@ from moe_jax.config.draft import Draft
 from moe_jax.errors import UserError
 from moe_jax.plan.candidates import Refused, mesh_text, meshes, on_meshes
 from moe_jax.plan.clusters import Cluster, find_cluster
+from moe_jax.plan.memory import parameter_bytes
 from moe_jax.plan.resources import count_parameters
 from moe_jax.plan.search import PlanSearch
 
@@ -25,7 +26,7 @@ def too_large(search: PlanSearch, base: Config) -> Refused | None:
     limit, mesh = search.cluster.device.memory_bytes, mesh_text(base.mesh.sizes, base.mesh.experts_over_context)
     if limit is None:
         return None
-    if (parameters := search.memory_factor * search.parameter_bytes(base)) > limit:
+    if (parameters := search.memory_factor * parameter_bytes(base)) > limit:
         reason = f"needs {parameters / 1e9:.1f} of {limit / 1e9:.1f} GB at least, for parameters alone"
         return Refused(mesh, reason, parameters, parameters_alone=True)
     if search.fits_at_all(base):

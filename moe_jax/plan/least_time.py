@@ -1,9 +1,9 @@
 """A lower bound of a step's time, without a simulation: a search skips configs whose bound exceeds a known step.
 
 Two bounds of a pass hold for every schedule, however its tasks overlap: compute and exchanges each take as long as all
-their tasks, and tasks that are split take no less than whole ones. A third holds if only a block's experts and weight
-gradients may overlap with its exchanges, because all of a part of the batch passes attention before its rows are sent:
-the first part of a dispatch, and the last one of a combine, then overlap with no experts.
+their tasks, and tasks that are split take hardly less than whole ones (`_SLACK`). A third holds if only a block's
+experts and weight gradients may overlap with its exchanges, because all of a part of the batch passes attention before
+its rows are sent: the first part of a dispatch, and the last one of a combine, then overlap with no experts.
 """
 
 import functools
@@ -19,18 +19,22 @@ from moe_jax.plan.estimate import update_seconds
 from moe_jax.plan.pass_times import ChunkTimes, Ends, PassTime, PassTimes
 from moe_jax.plan.pipelined import PipelinedStep
 from moe_jax.plan.step_times import Step
-from moe_jax.plan.work import exchange_bytes
 from moe_jax.schedule.actions import Action
 from moe_jax.schedule.build import make_shape
 
-_SLACK = 0.05  # by which estimates of deep models, which are extrapolated from a few blocks, may fall below a bound
+# By which estimates may fall below a bound: those of deep models are extrapolated from a few blocks, and tiles of the
+# products of a part of the batch may leave fewer units idle.
+_SLACK = 0.05
 _UNSPLIT = make_shape("vanilla", ("moe",), weight_grad="greedy")
 _OPS = {"moe": ("attend", "expert"), "dense": ("dense",)}
 
 
 def least_step_s(config: Config, cluster: Cluster) -> float:
-    """Seconds that a step takes at least, by the same costs as its estimate. Measured tasks have no bound but 0."""
-    if config.schedule.task_times is not None:
+    """Seconds that a step takes at least, by the same costs as its estimate.
+
+    Measured tasks, products and exchanges may take less in parts than as a whole, so the bound of their steps is 0.
+    """
+    if config.schedule.task_times is not None or cluster.device.curves or cluster.curves:
         return 0.0
     step = Step(config, cluster)
     if config.step_facts.has_ticks:
@@ -85,9 +89,7 @@ class _BlockTimes:
     def __init__(self, step: Step):
         self._stages, self._settings = step.compute(), step.config.schedule
         self.seconds = functools.cache(self._seconds)
-        own = exchange_bytes(step.config, step.tokens, step.experts.ranks)
-        # measured curves may take less for several parts than for the whole
-        self._exchange_s = 2 * step.exchange_seconds(own) if own and not step.cluster.curves else 0.0
+        self._exchange_s = 2 * step.exchange_seconds(step.exchanged_bytes) if step.exchanged_bytes else 0.0
         cuts_in_time = self._settings.cuts_batch and self._settings.microbatches > 1
         self._waits = self._settings.policy in POLICY_FACTS and not cuts_in_time
 

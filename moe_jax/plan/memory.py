@@ -75,20 +75,25 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
     )
 
 
+def parameter_bytes(config: Config) -> int:
+    """Bytes of a device's parameters, which no setting that saves memory shards."""
+    mesh = config.mesh.sizes
+    if config.step_facts.has_ticks:
+        return 4 * stage_parameters_of(config).on_device(config, mesh)
+    return 4 * parameters_per_device(config.model, config.mesh.expert_ranks(mesh), mesh["tensor"], config.replicas)
+
+
 def least_bytes(config: Config, platform: str) -> float:
     """A lower bound of `step_memory`: state and gradients.
 
     It is the same for all ways to recompute and to split the batch, and for all schedules of one kind of step.
     """
-    mesh, model, has_ticks = config.mesh.sizes, config.model, config.step_facts.has_ticks
-    if has_ticks:
-        params = stage_parameters_of(config)
-        count, own = params.on_device(config, mesh), own_parameters(params, config, mesh)
-    else:
-        count = parameters_per_device(model, config.mesh.expert_ranks(mesh), mesh["tensor"], config.replicas)
-        own = own_parameters(owned_parameters(model), config, mesh)
-    gradients = count if has_ticks or config.optimizer.zero == 0 else 2 * own  # a shard, and its update
-    return 4 * count + 8 * own - 1 + 4 * gradients - 1 + COMPILERS[platform].reserved_bytes  # both are rounded down
+    has_ticks, parameters = config.step_facts.has_ticks, parameter_bytes(config)
+    owned = stage_parameters_of(config) if has_ticks else owned_parameters(config.model)
+    own = own_parameters(owned, config, config.mesh.sizes)
+    gradients = parameters if has_ticks or config.optimizer.zero == 0 else 4 * (own + own)  # a shard, and its update
+    # moments and gradients are rounded down
+    return parameters + 8 * own - 1 + gradients - 1 + COMPILERS[platform].reserved_bytes
 
 
 def _stored_by_blocks(config: Config, sizes: DeviceSizes, mode: Mode, in_products: float) -> float:

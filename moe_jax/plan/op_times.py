@@ -1,7 +1,7 @@
-"""The duration of one op of a block on a device: its matrix products, and everything that takes time in proportion."""
+"""The duration of one op of a block on a device: its matrix products, kernels, memory traffic and waits."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 
 from moe_jax.plan.clusters.hardware import Device
@@ -19,10 +19,10 @@ class OpTimes:
     """
 
     device: Device
-    products: tuple[Product, ...] = ()
-    weights_s: float = 0.0  # to read the weights, for each part
-    whole_s: Mapping[Direction, float] = field(default_factory=dict)  # of the whole batch, shared by its parts
-    kernels: Mapping[Direction, int] = field(default_factory=dict)  # of each part
+    products: tuple[Product, ...]
+    weights_s: float  # to read the weights, for each part
+    whole_s: Mapping[Direction, float]  # of the whole batch, shared by its parts
+    kernels: Mapping[Direction, int]  # of each part
     recomputes: bool = False  # the backward pass repeats the forward products
     at_once: bool = False  # gradients are computed in the forward pass
 

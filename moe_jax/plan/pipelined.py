@@ -43,6 +43,7 @@ class PipelinedStep:
         self._sends_after_passes = split and self.outline.has_pairs
         self._times = passes(self.step, split, self.outline.has_pairs)
         self._slot_s = functools.cache(self._seconds_of_groups)
+        self._ticks_s = functools.cache(self._seconds_of_ticks)
         self._top = len(self.stages.groups) - 1
 
     @property
@@ -83,7 +84,7 @@ class PipelinedStep:
     @functools.cached_property
     def step_s(self) -> float:
         """Seconds of the whole step."""
-        return self._ticks_s(self.send_s) + self._sums_s()
+        return self._ticks_s(self.send_s) + self._sums_s
 
     @functools.cached_property
     def seconds(self) -> dict[str, float]:
@@ -93,7 +94,7 @@ class PipelinedStep:
         work_s = self.stage_seconds
         busiest = max(range(self.stages.stages), key=work_s.__getitem__)
         compute, exchange = self._busy(busiest)
-        sums = self._sums_s()
+        sums = self._sums_s
         waiting = max(work_s[busiest] - compute, 0.0)  # for exchanges inside a pass
         return {
             "step": self.step_s,
@@ -104,7 +105,7 @@ class PipelinedStep:
             "idle": alone_s - compute - waiting,
         }
 
-    def _ticks_s(self, send_s: float) -> float:
+    def _seconds_of_ticks(self, send_s: float) -> float:
         """Seconds of all ticks; a tick takes as long as its longest slot."""
         return sum(map(operator.mul, self.outline.ticks.values(), self._slots_s(send_s).max(axis=1).tolist()))
 
@@ -164,6 +165,7 @@ class PipelinedStep:
             exchange += sum(each.exchange for each in passes)
         return self.parts * compute, self.parts * exchange
 
+    @functools.cached_property
     def _sums_s(self) -> float:
         """Seconds to sum gradients: a stage's own over its devices, those of embedding and head over all devices."""
         return sum(each.seconds(self.step.collectives) for each in stage_sums(self.step.config, self.step.mesh))

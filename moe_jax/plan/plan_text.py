@@ -71,12 +71,12 @@ def facts(plans: Plans) -> str:
     if found.joules_per_token is not None:
         kwh = found.joules_per_token * _KWH_PER_BILLION
         lines.append(
-            f"energy      {found.joules_per_token:.3g} J per token, {dollars(kwh)} kWh per billion tokens, if each "
+            f"energy      {found.joules_per_token:.3g} J per token, {amount(kwh)} kWh per billion tokens, if each "
             f"device draws the {device.watts:g} W of its data sheet"
         )
     if found.dollars_per_billion_tokens is not None:
         lines.append(
-            f"cost        {dollars(found.dollars_per_billion_tokens)} $ per billion tokens, at "
+            f"cost        {amount(found.dollars_per_billion_tokens)} $ per billion tokens, at "
             f"{device.dollars_per_hour:g} $ for an hour of a device (--dollars-per-hour; presets assume prices of 2025)"
         )
     return "\n".join(lines)
@@ -135,7 +135,7 @@ def _ranges(best: Candidate) -> list[str]:
 
 
 def _chips(plans: Plans) -> str:
-    """What the name of a slice counts, where Google's names count something else."""
+    """Google's name of a slice, where it counts cores and not devices."""
     levels, cores = plans.cluster.levels, CORES.get(plans.cluster.device.name, 1)
     if cores == 1:
         return ""
@@ -216,8 +216,8 @@ def seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} µs"
 
 
-def dollars(value: float) -> str:
-    """Format dollars or another amount, without fractions if it is large."""
+def amount(value: float) -> str:
+    """Format an amount, without fractions if it is large."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

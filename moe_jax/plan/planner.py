@@ -72,7 +72,7 @@ def plan(draft: Draft, cluster: Cluster, memory_factor: float = 1.0) -> Plans:
 
 @contextlib.contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Let Python look for reference cycles rarely: a search keeps nearly all that it makes, and each look visits it."""
+    """Run the garbage collector rarely: a search keeps nearly all its objects, and each collection visits them all."""
     before = gc.get_threshold()
     gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS, *before[1:])
     try:

@@ -9,7 +9,7 @@ Point = tuple[float, float, float, float]  # rows, inner size, columns, and oper
 
 
 def measured_rate(curves: Sequence[Curve], rows: float, inner: float, columns: float) -> float | None:
-    """Operations per second of the measured product whose sizes are most similar, by their ratios; None without any."""
+    """Operations per second of the measured product with the most similar sizes, by their ratios; None without any."""
     points = list(_points(curves))
     if not points:
         return None
@@ -22,7 +22,7 @@ def measured_rate(curves: Sequence[Curve], rows: float, inner: float, columns: f
 
 
 def _points(curves: Sequence[Curve]) -> Iterator[Point]:
-    """The points of square products, and of tall and skinny ones, which are two products of equal cost."""
+    """The points of square products, and of skinny ones: each run of these is two products, counted as equally long."""
     for curve in curves:
         if curve.name not in ("matmul", "matmul.skinny"):
             continue

@@ -54,10 +54,11 @@ class Product(NamedTuple):
 def block_products(config: Config, tokens: float, tensor: int, expert_ranks: int) -> dict[str, tuple[Product, ...]]:
     """The products of each op of a block with weights, on a device with `tokens` tokens of its own.
 
-    Its `tensor` ranks gather their tokens for the matrices that they share. Rows are balanced over experts.
+    Its `tensor` ranks gather their tokens for the matrices that they share. Experts have the rows of the busiest rank,
+    the same number each.
     """
-    model, moe, kind = config.model, config.model.moe, _kind_of(config)
-    rows = tokens * tensor
+    model, moe, rows = config.model, config.model.moe, tokens * tensor
+    kind: Kind = config.train.compute_dtype
 
     def mlp(width: float, rows: float, groups: float = 1.0, kind: Kind = kind) -> Iterator[Product]:
         if width and groups:
@@ -78,10 +79,6 @@ def block_products(config: Config, tokens: float, tensor: int, expert_ranks: int
         "expert": tuple(mlp(moe.intermediate_size, of_expert, local, expert_kind)),
         "head": (Product(tokens, model.hidden_size, model.vocab_size, kind=kind),),
     }
-
-
-def _kind_of(config: Config) -> Kind:
-    return config.train.compute_dtype
 
 
 def _attention(model: ModelConfig, tokens: float, tensor: int, kind: Kind) -> Iterator[Product]:
@@ -105,13 +102,13 @@ def products_seconds(device: Device, products: Iterable[Product], direction: Dir
 def product_seconds(device: Device, product: Product) -> float:
     """Seconds of one product on a device."""
     share = device.rate_shares.of(product.kind)
-    rate = share * device.matrix_flops_per_s * device.matrix_efficiency
-    operands, results = _KIND_BYTES[product.kind], _RESULT_BYTES[product.kind]
     rows, inner, columns = product[:3]
-    moved = product.groups * (operands * inner * (rows + columns) + results * rows * columns)
     measured = measured_rate(device.curves, rows, inner, columns)
     if measured is not None:
         return product.flops / (measured * share)
+    rate = share * device.matrix_flops_per_s * device.matrix_efficiency
+    operands, results = _KIND_BYTES[product.kind], _RESULT_BYTES[product.kind]
+    moved = product.groups * (operands * inner * (rows + columns) + results * rows * columns)
     return max(_tiled_seconds(device.units, rate, product), moved / device.copied_bytes_per_s)
 
 

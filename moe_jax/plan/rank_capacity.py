@@ -1,10 +1,11 @@
-"""Buffers of expert ranks in dropless plans: the factor for a router's load, and what a factor costs.
+"""Buffers of expert ranks in dropless plans: the factor for a router's load, and the cost of a factor.
 
 `exchange.rank_capacity_factor` changes what training computes, because rows beyond a buffer are dropped. So a plan
-never lowers it by itself: it chooses one only for a given load, with room to spare.
+never lowers it by itself: it chooses a factor only for a load that the user gives, with room to spare.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -26,8 +27,8 @@ class Price(NamedTuple):
 
 
 def factor_for(load: float) -> float:
-    """The smallest usual factor that holds a load with room to spare."""
-    return next((factor for factor in _FACTORS if factor >= _ROOM * load), float(-(-_ROOM * load // 1)))
+    """The smallest usual factor that holds a load with room to spare; beyond them, the next whole number."""
+    return next((factor for factor in _FACTORS if factor >= _ROOM * load), float(math.ceil(_ROOM * load)))
 
 
 def with_load(draft: Draft, load: float) -> Draft:

@@ -26,12 +26,9 @@ from moe_jax.plan.candidates import (
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.estimate import Estimate, estimate
 from moe_jax.plan.forward import best_ranges
-from moe_jax.plan.gradients import ITEM_BYTES
 from moe_jax.plan.least_time import least_step_s
 from moe_jax.plan.memory import StepMemory, least_bytes, step_memory
 from moe_jax.plan.pipelined_memory import moment_bytes
-from moe_jax.plan.resources import parameters_per_device
-from moe_jax.plan.stage_parameters import stage_parameters_of
 from moe_jax.plan.tensor_forms import tensor_forms
 
 _MEMORY_LEFT = 0.06  # share of a device's memory for the runtime and errors of the estimate
@@ -99,12 +96,12 @@ class PlanSearch:
     draft: Draft
     cluster: Cluster
     memory_factor: float
-    # configs by base, ZeRO stage, remat and parts, and memory by config: both are asked for again and again
+    # configs by base, ZeRO stage, remat and parts, and memory by config: both are needed many times
     _known: dict[tuple[Config, int, str, int], tuple[Config, ...]] = field(
         default_factory=dict, init=False, compare=False
     )
     _memory: dict[Config, StepMemory] = field(default_factory=dict, init=False, compare=False)
-    # of steps with ticks, by all sections but the optimizer's
+    # memory of steps with ticks, by all sections but the optimizer's
     _with_ticks: dict[tuple[object, ...], StepMemory] = field(default_factory=dict, init=False, compare=False)
     # bases and ZeRO stages whose state and gradients alone do not fit
     _too_large: set[tuple[Config, int]] = field(default_factory=set, init=False, compare=False)
@@ -210,13 +207,16 @@ class PlanSearch:
             yield from itertools.islice((each for each in alike if self.fits(self.memory(each))), 1)
 
     def _saving(self, base: Config, zero: int, remat: str) -> Iterator[tuple[Config, ...]]:
-        """Configs with these savings, in ever smaller parts of the batch, from the largest that fit on."""
+        """Configs with these savings, the largest parts of the batch that fit first, then smaller ones."""
         possible = accumulations(base)
         for parts in possible[self._first_fitting(base, zero, remat, possible) :]:
             yield self._in_parts(base, zero, remat, parts)
 
     def _first_fitting(self, base: Config, zero: int, remat: str, possible: Sequence[int]) -> int:
-        """The index of the fewest parts that fit. Smaller parts need less memory, except that one part adds nothing."""
+        """The index of the fewest parts that fit.
+
+        Smaller parts need less memory, except that one part needs no second copy of gradients.
+        """
 
         def fits(index: int) -> bool:
             return any(self.fits(self.memory(each)) for each in self._in_parts(base, zero, remat, possible[index]))
@@ -285,14 +285,6 @@ class PlanSearch:
     def _has_room(self, num_bytes: float) -> bool:
         limit = self.cluster.device.memory_bytes
         return limit is None or self.memory_factor * num_bytes <= limit * (1 - _MEMORY_LEFT)
-
-    def parameter_bytes(self, base: Config) -> int:
-        """Bytes of a device's parameters, which no setting that saves memory shards."""
-        mesh = base.mesh.sizes
-        if base.step_facts.has_ticks:
-            return ITEM_BYTES * stage_parameters_of(base).on_device(base, mesh)
-        ranks = base.mesh.expert_ranks(mesh)
-        return ITEM_BYTES * parameters_per_device(base.model, ranks, mesh["tensor"], base.replicas)
 
     def fits_at_all(self, base: Config) -> bool:
         """Whether the config fits with all ways to save memory."""

@@ -64,7 +64,7 @@ class Step:
     """Task times of one step, and its simulated timeline."""
 
     def __init__(self, config: Config, cluster: Cluster, measured: MeasuredTimes = _NOTHING):
-        self.config, self.cluster, self.mesh, self.device = config, cluster, config.mesh.sizes, cluster.device
+        self.config, self.mesh, self.device = config, config.mesh.sizes, cluster.device
         self.slowdown, self.launch_overhead, self.measured = cluster.compute_slowdown, cluster.launch_overhead, measured
         self.collectives = CollectiveCosts(cluster)
         self.tensor, self.context = self.mesh["tensor"], self.mesh["context"]
@@ -73,6 +73,11 @@ class Step:
         self.sequences = config.train.batch_size / shards
         self.tokens = self.sequences * config.data.seq_len / (self.tensor * self.context)
         self._item = ITEM_BYTES[config.train.compute_dtype]
+
+    @cached_property
+    def exchanged_bytes(self) -> float:
+        """Bytes of rows that a device has for all ranks in one dispatch or combine, if it is not split."""
+        return exchange_bytes(self.config, self.tokens, self.experts.ranks)
 
     @cached_property
     def sums(self) -> tuple[tuple[Sum, ...], ...]:
@@ -150,8 +155,7 @@ class Step:
     @cached_property
     def times(self) -> TaskTimes:
         """Costs of all tasks. Amounts of compute and sums are seconds, those of exchanges bytes."""
-        own = exchange_bytes(self.config, self.tokens, self.experts.ranks)
-        transfer = Transfer(link=_Exchange(self), num_bytes=own)
+        transfer = Transfer(link=_Exchange(self), num_bytes=self.exchanged_bytes)
         return TaskTimes(
             compute={**self.compute(), **self.measured.compute},
             transfer=dict.fromkeys(("dispatch", "combine"), transfer),
@@ -193,8 +197,7 @@ class Step:
 
     def algorithm(self, shape: StepShape) -> str:
         """The algorithm of the exchanges of one microbatch."""
-        own = exchange_bytes(self.config, self.tokens, self.experts.ranks)
-        return self.choice(own / shape.num_parts("F", "dispatch")).algorithm
+        return self.choice(self.exchanged_bytes / shape.num_parts("F", "dispatch")).algorithm
 
     def exchange_seconds(self, num_bytes: float) -> float:
         """Seconds of an exchange of `num_bytes` that a device has for all ranks, in the config's tensor form."""
@@ -257,17 +260,17 @@ class Step:
             return self._recomputing(found, settings.remat == "full", kept_s)
 
         found = {kind: block(kind, part) for kind, part in of_kind.items()}
+        any_block = next(iter(found.values()))  # for the kind that the model lacks
         experts = of_kind.get("moe", Owned())
         # remat of whole periods repeats their exchanges in the backward pass, where nothing overlaps with them
         again = settings.remat in ("dots", "full") and self.config.step_facts.remat_unit == "period"
-        own = exchange_bytes(self.config, self.tokens, self.experts.ranks)
-        exchanged_s = 2 * self.exchange_seconds(own) if again else 0.0
+        exchanged_s = 2 * self.exchange_seconds(self.exchanged_bytes) if again else 0.0
         logits = [each * tokens * model.vocab_size for each in _LOGIT_BYTES]
         head = op("head", owned[-1], logits)
         return {
             "embed": op("embed", Owned(), [passes, 2 * passes]),
-            "attend": found.get("moe", found.get("dense")),  # type: ignore[dict-item]
-            "dense": found.get("dense", found.get("moe")),  # type: ignore[dict-item]
+            "attend": found.get("moe", any_block),
+            "dense": found.get("dense", any_block),
             "expert": self._recomputing(
                 op("expert", Owned(expert=experts.expert), row_passes, (0.0, exchanged_s)), True, 0.0
             ),
@@ -332,9 +335,9 @@ class Step:
         settings = self.config.schedule
         if not settings.cuts_batch or not self.collectives.share_links(ring, self.experts):
             return 0.0
-        own, parts = exchange_bytes(self.config, self.tokens, self.experts.ranks), settings.microbatches
+        parts = settings.microbatches
         # exchanges of all microbatches but the one in attention
-        return 2 * (parts - 1) * self.exchange_seconds(own / parts)
+        return 2 * (parts - 1) * self.exchange_seconds(self.exchanged_bytes / parts)
 
 
 @dataclass(frozen=True)

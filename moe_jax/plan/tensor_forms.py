@@ -7,7 +7,6 @@ from typing import Any, Literal
 from moe_jax.config import Config
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.step_times import Step
-from moe_jax.plan.work import exchange_bytes
 
 _CHUNKED: tuple[Literal["o2", "o3"], ...] = ("o2", "o3")
 _MOST_CHUNKS = 64
@@ -20,8 +19,7 @@ def tensor_forms(config: Config, cluster: Cluster) -> Iterator[dict[str, object]
     Numbers of chunks are powers of two up to 64 whose chunks have a megabyte, and 2 where no chunk has.
     """
     step, schedule = Step(config, cluster), config.schedule
-    exchanged = exchange_bytes(config, step.tokens, step.experts.ranks)
-    exchanged /= schedule.microbatches * schedule.expert_chunks
+    exchanged = step.exchanged_bytes / (schedule.microbatches * schedule.expert_chunks)
 
     def seconds(form: str, chunks: int) -> float:
         settings: dict[str, Any] = {"tensor_form": form, "tensor_chunks": chunks}

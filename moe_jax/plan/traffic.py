@@ -6,7 +6,7 @@ from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.gradients import params_by_group, parts_of
 from moe_jax.plan.stage_parameters import stage_parameters_of, stage_sums
 from moe_jax.plan.step_times import Step, context_width, gathered_widths
-from moe_jax.plan.work import ITEM_BYTES, exchange_bytes, has_ring
+from moe_jax.plan.work import ITEM_BYTES, has_ring
 
 
 def traffic(config: Config, cluster: Cluster) -> dict[str, float]:
@@ -20,7 +20,6 @@ def traffic(config: Config, cluster: Cluster) -> dict[str, float]:
     step, model, parts = Step(config, cluster), config.model, config.train.grad_accumulation
     item, ranks = ITEM_BYTES[config.train.compute_dtype], step.experts.ranks
     stages = Stages.of(config)
-    rows = exchange_bytes(config, step.tokens, ranks)
     remat = config.schedule.remat
     repeats = remat == "chunk" or (remat != "none" and config.step_facts.remat_unit == "period")
     exchanged = 3 if repeats else 2  # forward, backward, and once more where remat recomputes exchanges
@@ -34,7 +33,7 @@ def traffic(config: Config, cluster: Cluster) -> dict[str, float]:
 
     def of_blocks(kinds: list[str]) -> dict[str, float]:
         with_experts = kinds.count("moe")
-        own_rows = 2 * exchanged * with_experts * rows
+        own_rows = 2 * exchanged * with_experts * step.exchanged_bytes
         return {
             "expert": own_rows * copies * (1 - 1 / ranks),
             "tensor": 2 * width_bytes * sum(map(crossing, kinds)) + own_rows * (step.tensor - 1),

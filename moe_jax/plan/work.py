@@ -5,10 +5,10 @@ from typing import NamedTuple
 from moe_jax.config import Config, ModelConfig
 from moe_jax.config.attention_kernels import ATTENTION_TILE, Kernel, kernel_of, splash_block, tile_of
 from moe_jax.config.loss_chunks import tokens_of_chunk
+from moe_jax.config.registry import HOOKS_FACTS
 from moe_jax.plan.resources import attention_matrices, gate_matrices, mixed_matrices
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-_SENT_BYTES = {"bf16": 2, "fp8": 1}  # of a number of a row, with these hooks
 
 
 class OpWork(NamedTuple):
@@ -74,8 +74,11 @@ def exchange_bytes(config: Config, tokens: float, ranks: int) -> float:
 
 
 def row_item_bytes(config: Config) -> int:
-    """Bytes of a number of an exchanged row. Hooks of other packages are assumed to send rows as they are."""
-    return _SENT_BYTES.get(config.model.moe.hooks, ITEM_BYTES[config.train.compute_dtype])
+    """Bytes of a number of an exchanged row, in all four exchanges; hooks of other packages are assumed to change none.
+
+    The bfloat16 cotangents of `fp8` are counted as its rows, and a row's scale is not counted.
+    """
+    return HOOKS_FACTS.of(config.model.moe.hooks).row_item_bytes or ITEM_BYTES[config.train.compute_dtype]
 
 
 def busiest_rows(config: Config, tokens: float) -> float:
@@ -86,7 +89,8 @@ def busiest_rows(config: Config, tokens: float) -> float:
     rows, moe, most = expert_rows(config.model, tokens), config.model.moe, config.exchange.rank_capacity_factor
     if not moe.sends_sized_rows:
         return rows
-    return rows * min(config.plan.load_factor, config.plan.load_factor if most is None else most)
+    load = config.plan.load_factor
+    return rows * (load if most is None else min(load, most))
 
 
 def expert_rows(model: ModelConfig, tokens: float) -> float:

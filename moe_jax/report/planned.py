@@ -17,7 +17,7 @@ from moe_jax.config.yaml_io import to_yaml
 from moe_jax.measure.targets import Target, TargetError, check_compiler, find_target
 from moe_jax.plan.candidates import divisors
 from moe_jax.plan.clusters import PRESETS, Cluster
-from moe_jax.plan.plan_text import dollars, plan_text, seconds, size
+from moe_jax.plan.plan_text import amount, plan_text, seconds, size
 from moe_jax.plan.planner import PlanError, Plans, plan
 from moe_jax.report.compiled import Compiled, CompileError, Job, analyse, compile_job
 
@@ -194,7 +194,7 @@ def _corrected(found: CompiledPlan) -> str:
     if estimate.joules_per_token is not None:
         numbers.append(f"{factor * estimate.joules_per_token:.3g} J per token")
     if estimate.dollars_per_billion_tokens is not None:
-        numbers.append(f"{dollars(factor * estimate.dollars_per_billion_tokens)} $ per billion tokens")
+        numbers.append(f"{amount(factor * estimate.dollars_per_billion_tokens)} $ per billion tokens")
     return ", ".join(numbers)
 
 

@@ -94,8 +94,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {"tpu": _TPU, "gpu": _GPU, "cpu": ()}
 def compiler_options(platform: str, device_kind: str, jaxlib: Version | None = None) -> dict[str, Value]:
     """Return the options for a platform (tpu, gpu or cpu) and a kind of device, as jax names it.
 
-    They are those that a version of jaxlib knows; None: the installed one. For `jax.jit(…, compiler_options=…)` or
-    `lowered.compile(compiler_options=…)`.
+    Only options that a version of jaxlib knows are returned; None is the installed version. They are for
+    `jax.jit(…, compiler_options=…)` or `lowered.compile(compiler_options=…)`.
     """
     own = _installed() if jaxlib is None else jaxlib
     flags = FLAGS[platform]

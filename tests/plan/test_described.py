@@ -42,7 +42,9 @@ def test_a_file_changes_the_device_of_a_preset(tmp_path: Path) -> None:
         ("h100", "the file must be a section with base, devices, ranks_per_adapter, device, levels"),
         (f"base: h100\ndevices: 64\nlevel: {LEVELS}", "the file has level: did you mean levels?"),
         ("base: h100\ndevices: 64", "levels must be a list of 1 to 16 sections with name, devices, gb_per_s,"),
-        (f"base: h10\ndevices: 64\nlevels: {LEVELS}", "base=h10 is no preset: use one of v4, "),
+        (f"base: h10\ndevices: 64\nlevels: {LEVELS}", "base=h10 is not a preset: use one of v4, "),
+        (f"base: [h100]\ndevices: 64\nlevels: {LEVELS}", "base=['h100'] is not a preset: use one of v4, "),
+        (f"base: h100\ndevices: 64\ndevice: 0\nlevels: {LEVELS}", "device must be a section with memory_gb, tflops,"),
         (f"devices: 64\nlevels: {LEVELS}", "device has no memory_gb: give it, or base with a preset"),
         (f"base: h100\ndevices: 0\nlevels: {LEVELS}", "devices=0 must be a whole number from 1 to 1,048,576"),
         (f"base: h100\ndevices: 32\nlevels: {LEVELS}", "rail joins 64 of devices=32: use 32"),
@@ -53,6 +55,10 @@ def test_a_file_changes_the_device_of_a_preset(tmp_path: Path) -> None:
         (
             "base: h100\ndevices: 8\nlevels: [{devices: 8, gb_per_s: -1}]",
             "levels[0].gb_per_s=-1 must be a number above 0",
+        ),
+        (
+            f"base: h100\ndevices: 8\nlevels: [{{devices: 8, gb_per_s: 1{400 * '0'}}}]",
+            "levels[0].gb_per_s=1000",
         ),
         ("base: h100\ndevices: 8\nlevels: [{devices: 8}]", "levels[0].gb_per_s=None must be a number above 0"),
         (

@@ -1,5 +1,7 @@
 """Lower bounds of a step: no estimate is below them, and they are of use."""
 
+import dataclasses
+
 import pytest
 
 from moe_jax.config import Config
@@ -8,6 +10,7 @@ from moe_jax.config.yaml_io import load_config
 from moe_jax.plan import search
 from moe_jax.plan.candidates import choices, guesses, pipelines
 from moe_jax.plan.clusters import find_cluster
+from moe_jax.plan.curves import curve
 from moe_jax.plan.estimate import estimate
 from moe_jax.plan.least_time import least_step_s
 from moe_jax.plan.planner import plan
@@ -35,6 +38,13 @@ def test_no_estimate_is_below_its_bound_and_bounds_are_near() -> None:
     assert max(shares) < 1
     assert min(shares) > 0.4
     assert sorted(shares)[len(shares) // 2] > 0.8
+
+
+def test_measured_times_have_no_bound() -> None:
+    """Parts may take less than the whole: here a small product has ten times the rate of a large one."""
+    slow = curve("matmul", {"width": 1024}, "flops", [1e9, 1e12], [(each, each, each) for each in (1e-4, 1.0)])
+    measured = dataclasses.replace(H100S, device=dataclasses.replace(H100S.device, curves=(slow,)))
+    assert least_step_s(load_config(None, [*MODEL, "mesh.data=16"]), measured) == 0
 
 
 def test_bounds_leave_the_plan_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ def test_rates_follow_the_numbers_that_are_multiplied() -> None:
 
 
 def test_a_step_knows_what_its_numbers_are() -> None:
-    """Rows are sent as their hooks round them, and experts multiply what they are told to."""
+    """Rows are sent in the type of their hooks, and experts multiply operands of the type that the config names."""
 
     def expert_s(config: Config) -> float:
         return sum(Step(config, find_cluster("h100x8")).compute()["expert"].of(each, 1) for each in ("F", "B", "W"))
@@ -115,7 +115,7 @@ def times(name: str, settings: dict[str, int], amounts: list[float], seconds: li
     return curve(name, settings, "flops", amounts, [(each, each, each) for each in seconds])
 
 
-def test_the_most_similar_measured_product_tells_the_rate() -> None:
+def test_the_most_similar_measured_product_gives_the_rate() -> None:
     square = [2.0 * rows * 1024**2 for rows in (128, 4096)]
     skinny = [4.0 * 4096 * 1024 * 8, 4.0 * 8192 * 1024 * 8]
     curves = [

@@ -73,7 +73,7 @@ def test_other_loads_are_refused(load: str, message: str) -> None:
         command._load(load)
 
 
-def test_a_plan_says_what_smaller_buffers_would_save(
+def test_a_plan_prints_what_smaller_buffers_would_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "tiny.yaml").write_text("model: {moe: {capacity_factor: null}}\ndata: {seq_len: 128}\n")

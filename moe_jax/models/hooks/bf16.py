@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, UInt16
 from moe_jax.config.facts import HooksFacts
 from moe_jax.models.hooks.protocol import Hooks, WireCodec
 
-FACTS = HooksFacts(listed=0)
+FACTS = HooksFacts(listed=0, row_item_bytes=2)
 
 
 def encode(rows: Float[Array, "P ... D"]) -> UInt16[Array, "P ... D"]:

@@ -14,7 +14,7 @@ from moe_jax.config.facts import HooksFacts
 from moe_jax.models.hooks.bf16 import CODEC as BF16
 from moe_jax.models.hooks.protocol import Hooks, WireCodec
 
-FACTS = HooksFacts(listed=1)
+FACTS = HooksFacts(listed=1, row_item_bytes=1)
 
 _LARGEST = 448.0
 _SCALE_BYTES = 4

@@ -13,7 +13,6 @@ Rates are 10⁹ bytes per second out of one device, in one direction; a device's
 """
 
 import difflib
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -50,7 +49,7 @@ class ClusterFileError(UserError):
 
 
 def described_cluster(path: Path, presets: Mapping[str, Preset]) -> Cluster:
-    """The cluster of a YAML file. Raises ClusterFileError, and ConfigError for text that is no YAML."""
+    """The cluster of a YAML file. Raises ClusterFileError, and ConfigError for invalid YAML."""
     try:
         found = parse_yaml(read_text(path, _MOST_BYTES), str(path))
     except (OSError, UnicodeDecodeError) as error:
@@ -90,22 +89,19 @@ class _Reader:
         )
 
     def _device(self, found: Mapping[str, Any]) -> Device:
-        own = self._section("device", found.get("device") or {}, tuple(_DEVICE_KEYS))
+        own = found.get("device")
+        own = self._section("device", {} if own is None else own, tuple(_DEVICE_KEYS))
         values = {key: self._number(f"device.{key}", value) for key, value in own.items()}
         changed: dict[str, Any] = {_DEVICE_KEYS[key][0]: _DEVICE_KEYS[key][1] * values[key] for key in values}
         if "memory_bytes" in changed:
             changed["memory_bytes"] = int(changed["memory_bytes"])
         if (base := found.get("base")) is not None:
-            if base not in self._presets:
-                raise self._error(f"base={base} is no preset: use one of {', '.join(self._presets)}")
+            if not isinstance(base, str) or base not in self._presets:
+                raise self._error(f"base={base} is not a preset: use one of {', '.join(self._presets)}")
             return replace(self._presets[base].device, **changed)
         if missing := [key for key in _NEEDED if key not in values]:
             raise self._error(f"device has no {missing[0]}: give it, or base with a preset, e.g. base: h100")
-        defaults: dict[str, Any] = {
-            "matrix_efficiency": _MATRIX_EFFICIENCY,
-            "watts": None,
-            "dollars_per_hour": None,
-        }
+        defaults = {"matrix_efficiency": _MATRIX_EFFICIENCY, "watts": None, "dollars_per_hour": None}
         return Device(name=self._path.stem, platform="gpu", **(defaults | changed))
 
     def _level(self, place: str, found: Any) -> Level:
@@ -137,7 +133,7 @@ class _Reader:
 
     def _number(self, name: str, value: Any) -> float:
         most = 1.0 if name.endswith(_SHARES) else _LARGEST
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 < value <= most:
             raise self._error(f"{name}={value} must be a number above 0 and up to {most:g}")
         return float(value)

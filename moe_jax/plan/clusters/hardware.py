@@ -36,14 +36,14 @@ class MatrixUnits(NamedTuple):
 
 
 class RateShares(NamedTuple):
-    """Rates of products, as shares of that in bfloat16, by the numbers that are multiplied."""
+    """Rates of products relative to the rate in bfloat16, by the type of the operands."""
 
     float32: float = 1.0  # with the precision that jax uses if none is set
     exact: float = 1.0  # float32 without rounding of the operands
     fp8: float = 1.0  # 1: they are multiplied as bfloat16
 
     def of(self, kind: str) -> float:
-        """The share of one kind of numbers."""
+        """The relative rate of one type of operands."""
         return 1.0 if kind == "bfloat16" else float(getattr(self, kind))
 
 
@@ -140,7 +140,7 @@ class Level:
         return self.exchange(ranks).seconds(num_bytes)
 
     def slower(self, factor: float) -> "Level":
-        """These links at a fraction of the rate."""
+        """These links at the rate divided by `factor`."""
         return dataclasses.replace(self, bytes_per_s=self.bytes_per_s / factor)
 
     @staticmethod

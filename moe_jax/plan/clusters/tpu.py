@@ -17,8 +17,6 @@ _ICI_ALPHA_S, _ICI_RAMP_S, _DCN_ALPHA_S = 9e-6, 0.5e-6, 50e-6
 _DCN_MESSAGE_S = 5e-6
 _DCN_EFFICIENCY = 0.8
 _MATRIX_EFFICIENCY = 0.85
-
-
 _UNITS = MatrixUnits(1, (Tile(128, 128, 1.0),), 256)
 _MEMORY_EFFICIENCY = 0.85
 _ATTENTION_EFFICIENCY = 0.5
@@ -66,7 +64,7 @@ def _share_of_links(chip: _Chip, devices: int) -> float:
     """
     if devices >= chip.whole_torus:
         return 1.0
-    chips = devices * 4 / chip.host
+    chips = devices * 4 / chip.host  # a host has four chips
     return min(max(math.log2(chips), 1.0) / chip.dimensions, 1.0) / 2
 
 
