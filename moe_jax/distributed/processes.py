@@ -20,7 +20,7 @@ from moe_jax.config.ranges import CLUSTER, check_number
 from moe_jax.config.validate import nearest_multiples
 from moe_jax.distributed.address import split_address
 from moe_jax.distributed.host_memory import keep_freed_memory
-from moe_jax.distributed.hosts import pass_on_host
+from moe_jax.distributed.hosts import publish_host
 from moe_jax.distributed.startup_barrier import ProcessError, StartupBarrier, wait_for_all
 from moe_jax.errors import ConfigError
 from moe_jax.parallel.mesh import found_devices
@@ -306,7 +306,7 @@ def _join(coordinator: str, count: int, rank: int, local_devices: Any, bind: str
         shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
         coordinator_bind_address=bind,
     )
-    pass_on_host()
+    publish_host()
 
 
 def _simulate(

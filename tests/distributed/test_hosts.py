@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from moe_jax.distributed import hosts as module
-from moe_jax.distributed.hosts import hosts, nodes, pass_on_host
+from moe_jax.distributed.hosts import hosts, nodes, publish_host
 
 
 class Service:
@@ -17,7 +17,7 @@ class Service:
         self.values: dict[str, str] = {}
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool) -> None:
-        assert allow_overwrite, "a process may pass on its host twice"
+        assert allow_overwrite, "a process may publish its host twice"
         self.values[key] = value
 
     def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
@@ -56,9 +56,9 @@ def test_processes_share_a_host_if_its_name_is_the_same(
     monkeypatch.setattr(jax, "process_count", lambda: len(names))
     for rank in range(1, len(names)):
         act_as(rank)
-        pass_on_host()
+        publish_host()
     act_as(0)
-    assert grouped(hosts()) == same_host, "process 0 passes on its own name when it asks"
+    assert grouped(hosts()) == same_host, "process 0 publishes its own name when it asks"
     assert grouped(nodes()) == same_node
 
 
@@ -71,6 +71,6 @@ def test_without_a_coordination_service_each_process_has_a_host(monkeypatch: pyt
     assert hosts() == nodes() == [0, 1, 2]
 
 
-def test_a_single_process_asks_nobody(service: Service) -> None:
+def test_a_single_process_needs_no_service(service: Service) -> None:
     assert hosts() == nodes() == [0]
     assert not service.values
