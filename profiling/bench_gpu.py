@@ -76,7 +76,7 @@ class Bench:
         return all(map(self._has, wanted))
 
     def _has(self, name: str) -> bool:
-        """Return whether a part was measured, by this call or an earlier one; also if it failed."""
+        """Return whether a part ran, in this call or an earlier one, successfully or not."""
         return name in self.parts and not self.parts[name].get("failed", "").startswith(_NOT_BEGUN)
 
     def _run(self, name: str, rates: Values) -> None:
@@ -146,7 +146,7 @@ class Bench:
 def main() -> None:
     """Run all parts and write results/bench_gpu_DEVICE.json."""
     parser = CommandParser(prog="python profiling/bench_gpu.py", description=__doc__)
-    parser.add_argument("--toy", action="store_true", help="tiny models: whether everything runs, in half a minute")
+    parser.add_argument("--toy", action="store_true", help="tiny models: whether everything runs, in a minute")
     parser.add_argument("--only", metavar="A,B", default=",".join(PARTS), help="of %(default)s (default: all)")
     parser.add_argument("--resume", action="store_true", help="leave out what an earlier call has measured")
     parser.add_argument(

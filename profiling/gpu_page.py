@@ -19,7 +19,7 @@ What was measured on GPUs, and how to measure the rest. `profiling/gpu_page.py` 
 
 ```sh
 profiling/gpu_day.sh                       # everything, in up to three calls of eight minutes, most valuable first
-CALLS=1 profiling/gpu_day.sh --out FOLDER  # one call; the next one goes on, if FOLDER still has the results
+CALLS=1 profiling/gpu_day.sh --out FOLDER  # one call; the next one resumes it, if FOLDER still has the results
 profiling/gpu_day.sh --toy                 # does everything run? Anywhere, in a minute
 python profiling/gpu_page.py               # afterwards
 ```
