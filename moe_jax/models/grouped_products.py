@@ -120,7 +120,7 @@ GROUPED_PRODUCTS: dict[str, dict[str, GroupedProduct]] = {
     "gpu": {
         "blocks": _BLOCKS(min_tile=64, max_tile=512),
         "ragged": _RAGGED(min_tile=64, max_tile=128),
-        # Pallas' Triton backend is deprecated: this kernel goes once another one was timed to be as fast
+        # Pallas' Triton backend is deprecated: this kernel will be removed once another is as fast
         "pallas": GroupedProduct(
             pallas, pallas_dgrad, pallas_wgrad, min_tile=64, max_tile=128, width_multiple=MIN_WIDTH
         ),
