@@ -7,10 +7,10 @@ time.
 import functools
 import socket
 import zlib
-from typing import Any
 
 import jax
-from jax._src import distributed  # jax's coordination service has no public interface
+
+from moe_jax.distributed.coordination import coordination
 
 _KEY = "moe_jax_host"
 _TIMEOUT_MS = 120_000  # for the name of another process's host, which it publishes when it joins
@@ -19,7 +19,7 @@ _TIMEOUT_MS = 120_000  # for the name of another process's host, which it publis
 def publish_host() -> None:
     """Publish the name of this host to the other processes. Call it once the processes have joined."""
     name = zlib.crc32(socket.gethostname().encode())
-    _client().key_value_set(f"{_KEY}/{jax.process_index()}", str(name), allow_overwrite=True)
+    coordination().client.key_value_set(f"{_KEY}/{jax.process_index()}", str(name), allow_overwrite=True)
 
 
 def hosts() -> list[int]:
@@ -29,7 +29,7 @@ def hosts() -> list[int]:
     jax's error if a process does not publish its host's name within two minutes.
     """
     count = jax.process_count()
-    return list(range(count) if _client() is None or count == 1 else _hosts(count))
+    return list(range(count) if coordination().client is None or count == 1 else _hosts(count))
 
 
 def nodes() -> list[int]:
@@ -41,9 +41,5 @@ def nodes() -> list[int]:
 @functools.cache
 def _hosts(num_processes: int) -> tuple[int, ...]:
     publish_host()  # for users' own programs, which join their processes themselves
-    client = _client()
+    client = coordination().client
     return tuple(int(client.blocking_key_value_get(f"{_KEY}/{each}", _TIMEOUT_MS)) for each in range(num_processes))
-
-
-def _client() -> Any:
-    return distributed.global_state.client

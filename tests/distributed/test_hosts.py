@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from moe_jax.distributed import hosts as module
+from moe_jax.distributed.coordination import coordination
 from moe_jax.distributed.hosts import hosts, nodes, publish_host
 
 
@@ -28,7 +29,7 @@ class Service:
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     found = Service()
-    monkeypatch.setattr(module.distributed.global_state, "client", found)
+    monkeypatch.setattr(coordination(), "client", found)
     module._hosts.cache_clear()
     yield found
     module._hosts.cache_clear()
