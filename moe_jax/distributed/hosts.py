@@ -17,9 +17,12 @@ _TIMEOUT_MS = 120_000  # for the name of another process's host, which it publis
 
 
 def publish_host() -> None:
-    """Publish the name of this host to the other processes. Call it once the processes have joined."""
-    name = zlib.crc32(socket.gethostname().encode())
-    coordination().client.key_value_set(f"{_KEY}/{jax.process_index()}", str(name), allow_overwrite=True)
+    """Publish the name of this host to the other processes. Call it once the processes have joined.
+
+    Does not start jax's devices: processes compare their settings first.
+    """
+    name, state = zlib.crc32(socket.gethostname().encode()), coordination()
+    state.client.key_value_set(f"{_KEY}/{state.process_id}", str(name), allow_overwrite=True)
 
 
 def hosts() -> list[int]:

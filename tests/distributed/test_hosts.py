@@ -51,7 +51,7 @@ def test_processes_share_a_host_if_its_name_is_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def act_as(rank: int) -> None:
-        monkeypatch.setattr(jax, "process_index", lambda: rank)
+        monkeypatch.setattr(coordination(), "process_id", rank)
         monkeypatch.setattr(socket, "gethostname", lambda: names[rank])
 
     monkeypatch.setattr(jax, "process_count", lambda: len(names))
@@ -65,6 +65,13 @@ def test_processes_share_a_host_if_its_name_is_the_same(
 
 def grouped(numbers: list[int]) -> list[list[int]]:
     return [[rank for rank, each in enumerate(numbers) if each == number] for number in dict.fromkeys(numbers)]
+
+
+def test_a_host_is_published_before_devices_start(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings are compared before: with other settings, processes may not be able to start them together."""
+    monkeypatch.setattr(jax, "process_index", lambda: pytest.fail("it starts jax's devices"))
+    publish_host()
+    assert service.values.keys() == {"moe_jax_host/0"}
 
 
 def test_without_a_coordination_service_each_process_has_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
