@@ -54,10 +54,7 @@ def with_fastest_product(config: Config, mesh: Mesh, timing: Timing | None = Non
     """The config with auto replaced by the fastest product, as measured by process 0. Raises ConfigError."""
     if not is_timed(config, mesh):
         return config
-    platform = ComputeConfig.of(config, mesh).platform
-    shape = shape_of(config, mesh, platform)
-    products = available(GROUPED_PRODUCTS[platform], capability_of(mesh.devices.flat[0]), shape.dtype)
-    fastest = _fastest(shape, products, timing or time_products) if is_main_process() else None
+    fastest = _fastest(*candidates(config, mesh), timing or time_products) if is_main_process() else None
     name = from_process(0, fastest)
     return dataclasses.replace(config, train=dataclasses.replace(config.train, grouped_product=name))
 
@@ -67,6 +64,13 @@ def is_timed(config: Config, mesh: Mesh) -> bool:
     compute, moe = ComputeConfig.of(config, mesh), config.model.moe
     is_open = config.train.grouped_product == AUTO and compute.platform in _TIMED
     return bool(is_open and moe.num_experts and moe.sends_sized_rows)
+
+
+def candidates(config: Config, mesh: Mesh) -> tuple[MatmulShape, Products]:
+    """The shape of a run's grouped product, and the products that its devices can compute."""
+    platform = ComputeConfig.of(config, mesh).platform
+    shape = shape_of(config, mesh, platform)
+    return shape, available(GROUPED_PRODUCTS[platform], capability_of(mesh.devices.flat[0]), shape.dtype)
 
 
 def _fastest(shape: MatmulShape, products: Products, timing: Timing) -> str:
