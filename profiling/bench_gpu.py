@@ -121,7 +121,7 @@ class Bench:
     def _part(self, name: str, module: str, arguments: Values, limit_s: float) -> Values:
         left_s = self._end - time.monotonic()
         if left_s < _LEAST_S:
-            self._put(name, {"failed": f"{_NOT_BEGUN}, {left_s:.0f} s before the end"})
+            self._put(name, {"failed": f"{_NOT_BEGUN}, {max(left_s, 0):.0f} s before the end"})
         else:
             run_part(module, arguments, min(limit_s, left_s), lambda found: self._put(name, found))
         print(_line(name, self.parts[name]), flush=True)
