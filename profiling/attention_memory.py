@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 from jax.sharding import NamedSharding, PartitionSpec
 from matplotlib.ticker import NullLocator
-from real_compiler import read_command
+from real_compiler import compiled_on, read_command
 from results_file import RESULTS, rounded, write_result
 
 from moe_jax.config import AttentionConfig, Config, DataConfig, LatentConfig, MeshConfig, ModelConfig, TrainConfig
@@ -26,7 +26,6 @@ from moe_jax.measure.targets import Target, target_devices
 from moe_jax.models.attention.kernels import KERNELS
 from moe_jax.models.attention.over_context import FORMS
 from moe_jax.parallel.mesh import Axis, make_mesh
-from moe_jax.schedule.xla_flags import compiler_options
 
 LENGTHS = (4096, 16384, 65536)
 HEADS, KV_HEADS, WIDTH, WINDOW, CONTEXT_RANKS = 16, 4, 128, 1024, 8
@@ -103,11 +102,8 @@ def temporary_mib(case: Case, length: int, target: Target, devices: list[Any]) -
     document = shaped(1, length, dtype=jnp.int32) if case.documents else None
     inputs = arrays, cotangent, document
     specs = jax.tree.map(lambda each: each.sharding.spec, inputs)
-    on_mesh = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
-    platform = {"gpu": "cuda"}.get(target.platform, target.platform)
-    lowered = jax.jit(on_mesh).trace(*inputs).lower(lowering_platforms=(platform,))
-    options = compiler_options(target.platform, devices[0].device_kind)
-    memory = lowered.compile(compiler_options=options).memory_analysis()
+    compiled = compiled_on(mesh, target.platform, body, specs, specs[0], *inputs)
+    memory = compiled.memory_analysis()
     assert memory is not None, "these compilers report it"
     return "ring" if case.context > 1 else kernel, rounded(memory.temp_size_in_bytes / _MIB)
 
@@ -144,9 +140,9 @@ def draw(result: dict[str, Any], name: str, lengths: tuple[int, ...]) -> None:
 
 
 def grows_linearly(found: dict[str, Any], lengths: tuple[int, ...]) -> bool:
-    """Whether the memory grows no faster than the sequence, but for the slack."""
+    """Whether the memory grows no faster than the sequence, except for the slack. False if a program does not fit."""
     first, last = (found["temporary_mib"][str(length)] for length in (lengths[0], lengths[-1]))
-    return last <= _SLACK * first * lengths[-1] / lengths[0]
+    return None not in (first, last) and bool(last <= _SLACK * first * lengths[-1] / lengths[0])
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ class Bench:
         return all(map(self._has, wanted))
 
     def _has(self, name: str) -> bool:
-        """Return whether a part was measured, by this call or an earlier one; also if it failed."""
+        """Return whether a part ran, in this call or an earlier one, successfully or not."""
         return name in self.parts and not self.parts[name].get("failed", "").startswith(_NOT_BEGUN)
 
     def _run(self, name: str, rates: Values) -> None:
@@ -121,7 +121,7 @@ class Bench:
     def _part(self, name: str, module: str, arguments: Values, limit_s: float) -> Values:
         left_s = self._end - time.monotonic()
         if left_s < _LEAST_S:
-            self._put(name, {"failed": f"{_NOT_BEGUN}, {left_s:.0f} s before the end"})
+            self._put(name, {"failed": f"{_NOT_BEGUN}, {max(left_s, 0):.0f} s before the end"})
         else:
             run_part(module, arguments, min(limit_s, left_s), lambda found: self._put(name, found))
         print(_line(name, self.parts[name]), flush=True)
@@ -146,7 +146,7 @@ class Bench:
 def main() -> None:
     """Run all parts and write results/bench_gpu_DEVICE.json."""
     parser = CommandParser(prog="python profiling/bench_gpu.py", description=__doc__)
-    parser.add_argument("--toy", action="store_true", help="tiny models: whether everything runs, in half a minute")
+    parser.add_argument("--toy", action="store_true", help="tiny models: whether everything runs, in a minute")
     parser.add_argument("--only", metavar="A,B", default=",".join(PARTS), help="of %(default)s (default: all)")
     parser.add_argument("--resume", action="store_true", help="leave out what an earlier call has measured")
     parser.add_argument(
@@ -194,13 +194,11 @@ def table(parts: dict[str, Values]) -> str:
     if errors := parts.get("kernels", {}).get("errors"):
         rows += ["", f"{'kernel':<34}{'greatest relative error':>24}"]
         for name, found in errors.items():
-            worst = found.get("failed") or f"{max(found.values()):.1e}"
-            rows.append(f"  {name:<32}{worst:>24}")
-    for model, race in parts.get("races", {}).items():
-        if isinstance(race, dict) and "seconds" in race:
-            rows += ["", f"grouped products, {model:<8}{'ms':>10}{'of the rate':>13}"]
-            for name, seconds in sorted(race["seconds"].items(), key=operator.itemgetter(1)):
-                rows.append(f"  {name:<24}{1e3 * seconds:>10.2f}{race['share_of_rate'][name]:>13.0%}")
+            rows.append(f"  {name:<32}{greatest_error(found):>24}")
+    for model, race in races_of(parts).items():
+        rows += ["", f"grouped products, {model:<8}{'ms':>10}{'of the rate':>13}"]
+        for name, seconds in sorted(race["seconds"].items(), key=operator.itemgetter(1)):
+            rows.append(f"  {name:<24}{1e3 * seconds:>10.2f}{race['share_of_rate'][name]:>13.0%}")
     for name, found in parts.items():
         if kinds := found.get("kinds"):
             rows += ["", f"{name:<26}{'ms':>10}{'least ms':>10}{'least / ms':>12}"]
@@ -209,6 +207,16 @@ def table(parts: dict[str, Values]) -> str:
                 share = f"{least / seconds:.0%}" if seconds else "-"
                 rows.append(f"  {kind:<24}{1e3 * seconds:>10.2f}{1e3 * least:>10.2f}{share:>12}")
     return "\n".join(rows)
+
+
+def greatest_error(kernel: Values) -> str:
+    """Return the greatest relative error of a kernel, or why it has none."""
+    return kernel.get("failed") or f"{max(kernel.values()):.1e}"
+
+
+def races_of(parts: Mapping[str, Values]) -> dict[str, Values]:
+    """Return the times of grouped products, by model."""
+    return {model: race for model, race in parts.get("races", {}).items() if model in MODELS}
 
 
 def _line(name: str, found: Values) -> str:

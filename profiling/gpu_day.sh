@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that has not been measured for want of a GPU, most valuable first, in calls of at most eight minutes:
+# All measurements that need a GPU, most valuable first, in calls of at most eight minutes:
 #   profiling/gpu_day.sh [OPTIONS OF bench_gpu.py]
 # CALLS=1 makes one call, for machines that are only lent for minutes. Each call leaves out what earlier ones measured;
 # without `--out FOLDER`, results are in profiling/results. Afterwards: python profiling/gpu_page.py

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench_gpu import MODEL_PARTS
+from bench_gpu import MODEL_PARTS, greatest_error, races_of
 from results_file import RESULTS
 
 from moe_jax.errors import CommandParser, run_command
@@ -19,7 +19,7 @@ What was measured on GPUs, and how to measure the rest. `profiling/gpu_page.py` 
 
 ```sh
 profiling/gpu_day.sh                       # everything, in up to three calls of eight minutes, most valuable first
-CALLS=1 profiling/gpu_day.sh --out FOLDER  # one call; the next one goes on, if FOLDER still has the results
+CALLS=1 profiling/gpu_day.sh --out FOLDER  # one call; the next one resumes it, if FOLDER still has the results
 profiling/gpu_day.sh --toy                 # does everything run? Anywhere, in a minute
 python profiling/gpu_page.py               # afterwards
 ```
@@ -78,9 +78,8 @@ def _section(file: str, result: Mapping[str, Any]) -> Iterator[str]:
     if kernels := parts.get("kernels", {}).get("errors"):
         yield from ("", "| kernel against its slow twin | greatest relative error |", "|---|---|")
         for name, found in kernels.items():
-            yield _row(f"`{name}`", found.get("failed") or f"{max(found.values()):.1e}")
-    races = {model: race for model, race in parts.get("races", {}).items() if model in MODEL_PARTS}
-    if races:
+            yield _row(f"`{name}`", greatest_error(found))
+    if races := races_of(parts):
         yield from (
             "",
             "| grouped products of experts | ms, forward and backward | of the measured rate |",

@@ -7,19 +7,14 @@ from parts import Put, Values
 from results_file import rounded
 
 from moe_jax.config import Config
-from moe_jax.models.grouped_products import GROUPED_PRODUCTS, available
-from moe_jax.models.transformer import capability_of
 from moe_jax.parallel.mesh import make_mesh
-from moe_jax.run.choose_grouped_matmul import fastest_of, shape_of, time_products
+from moe_jax.run.choose_grouped_matmul import candidates, fastest_of, time_products
 
 
 def measure(put: Put, configs: Mapping[str, Config], rates: Values) -> None:
     """Time each product at the sizes of each model; `share_of_rate` compares it with one large matrix product."""
     for name, config in configs.items():
-        mesh = make_mesh(config.mesh, jax.devices()[:1])
-        shape = shape_of(config, mesh, rates["platform"])
-        capability = capability_of(mesh.devices.flat[0])
-        products = available(GROUPED_PRODUCTS[rates["platform"]], capability, shape.dtype)
+        shape, products = candidates(config, make_mesh(config.mesh, jax.devices()[:1]))
         found = time_products(shape, products)
         flops = 2 * 2 * shape.filled * shape.groups * shape.width * shape.hidden  # there and back
         put(

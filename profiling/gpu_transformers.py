@@ -65,7 +65,7 @@ def measure(
                     best = tokens_per_s[name]
                     put(
                         {
-                            "way": name,
+                            "variant": name,
                             "sequences": count,
                             "step_s": quartiles(found["times"]),
                             "first_step_s": rounded(found["first_step_s"]),
@@ -81,7 +81,7 @@ def measure(
             if not is_full:
                 break
     if not best:
-        raise RuntimeError("no way works, see refused")
+        raise RuntimeError("no variant works, see refused")
     return None
 
 

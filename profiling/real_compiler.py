@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from count_argument import check_least
 from jax.sharding import Mesh, PartitionSpec
+from jax.stages import Compiled
 
 from moe_jax.measure.hlo import HloModule, parse
 from moe_jax.measure.targets import ENVIRONMENT, Target, check_compiler, child_environment, find_target
@@ -41,11 +42,17 @@ def row_dtype(platform: str) -> jnp.dtype[Any]:
     return jnp.dtype(jnp.float32 if platform == "cpu" else jnp.bfloat16)
 
 
+def compiled_on(
+    mesh: Mesh, platform: str, body: Callable[..., Any], in_specs: Any, out_specs: Any, *shapes: Any
+) -> Compiled:
+    """Compile a function of each device's shards of arrays with the training step's options."""
+    on_mesh = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    lowered = jax.jit(on_mesh).trace(*shapes).lower(lowering_platforms=({"gpu": "cuda"}.get(platform, platform),))
+    return lowered.compile(compiler_options=compiler_options(platform, mesh.devices.flat[0].device_kind))
+
+
 def compile_on(
     mesh: Mesh, platform: str, body: Callable[..., jax.Array], spec: PartitionSpec, *shapes: Any
 ) -> HloModule:
-    """Compile a function of each device's shards of arrays, sharded by `spec`, with the training step's options."""
-    on_mesh = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    lowered = jax.jit(on_mesh).trace(*shapes).lower(lowering_platforms=({"gpu": "cuda"}.get(platform, platform),))
-    options = compiler_options(platform, mesh.devices.flat[0].device_kind)
-    return parse(lowered.compile(compiler_options=options).as_text() or "")
+    """Compile a function whose arrays and result are sharded by `spec`, and return its program."""
+    return parse(compiled_on(mesh, platform, body, spec, spec, *shapes).as_text() or "")

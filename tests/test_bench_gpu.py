@@ -104,7 +104,7 @@ def test_a_kernel_with_wrong_gradients_is_found(load: Any, monkeypatch: pytest.M
     assert 1e-4 < max(errors.values()) < kernels.MOST_ERROR
 
 
-def test_a_call_goes_on_where_the_last_one_ended(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_resumes_where_the_last_one_ended(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part is measured once, the first ones first, unless the commit is another one."""
     bench, ran = load("bench_gpu"), list[str]()
     clock = SimpleNamespace(now=0.0)

@@ -9,7 +9,8 @@ import time
 from typing import Any
 
 import jax
-from jax._src import distributed  # jax's coordination service has no public interface
+
+from moe_jax.distributed.coordination import coordination
 
 # the barriers of an orbax save, in order: all processes have written, and process 0 has committed. orbax has other
 # barriers, which need no synchronization here
@@ -36,7 +37,7 @@ class SaveBarrier:
     def begin(self) -> None:
         """Begin a save in the current thread. All processes have ended the previous one."""
         if self._name and jax.process_count() > 1 and jax.process_index() == 0:
-            _coordination_client().key_value_delete(f"{self._name}/")
+            coordination().client.key_value_delete(f"{self._name}/")
         self._name, self._passed = f"moe_jax_save_{next(_numbers)}", 0
         self._saving_thread = threading.current_thread()
 
@@ -61,7 +62,7 @@ class SaveBarrier:
         """Report to the others that this process has failed at all stages that it has not passed."""
         if jax.process_count() == 1:
             return
-        client = _coordination_client()
+        client = coordination().client
         for stage in range(self._passed, len(_STAGES)):
             names = ["all"] if jax.process_index() == 0 else []
             for name in (*names, jax.process_index()):
@@ -70,7 +71,7 @@ class SaveBarrier:
 
     def _exchange(self, stage: int, timeout_ms: int) -> Any:
         """Wait until process 0 has heard from all others at a stage; return _ARRIVED if all have arrived."""
-        client, deadline = _coordination_client(), time.monotonic() + timeout_ms / 1000
+        client, deadline = coordination().client, time.monotonic() + timeout_ms / 1000
         client.key_value_set(f"{self._name}/{stage}/{jax.process_index()}", _ARRIVED)
         if jax.process_index() == 0:
             found = {self._wait_for_key(f"{stage}/{process}", deadline) for process in range(jax.process_count())}
@@ -79,8 +80,4 @@ class SaveBarrier:
 
     def _wait_for_key(self, name: str, deadline: float) -> Any:
         left_ms = max(1, round(1000 * (deadline - time.monotonic())))
-        return _coordination_client().blocking_key_value_get(f"{self._name}/{name}", left_ms)
-
-
-def _coordination_client() -> Any:
-    return distributed.global_state.client
+        return coordination().client.blocking_key_value_get(f"{self._name}/{name}", left_ms)

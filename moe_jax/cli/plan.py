@@ -6,7 +6,7 @@ python -m moe_jax.plan --model FILE --cluster h100x64
 import dataclasses
 import io
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from moe_jax.config import DataConfig, ModelConfig
@@ -25,7 +25,7 @@ from moe_jax.plan.rank_capacity import with_load
 from moe_jax.report.planned import compile_plans
 from moe_jax.report.plots import PlotError
 from moe_jax.report.timeline import draw, predicted_bars
-from moe_jax.telemetry.record_schema import RecordError, read_record
+from moe_jax.telemetry.run_log import MetricsError, read_metrics
 
 _PRICES = Range(0, 1e6)  # dollars
 
@@ -80,7 +80,7 @@ def main() -> None:
         device = dataclasses.replace(cluster.device, dollars_per_hour=arguments.dollars_per_hour)
         cluster = dataclasses.replace(cluster, device=device)
     loaded = load_draft(arguments.model, arguments.overrides)
-    if arguments.load_factor:
+    if arguments.load_factor is not None:
         loaded = with_load(loaded, _load(arguments.load_factor))
     if loaded.plan.cluster not in (None, arguments.cluster):
         raise ConfigError(
@@ -123,15 +123,15 @@ def _load(text: str) -> float:
 
 
 def _recorded_load(folder: str) -> float:
-    path = Path(folder) / "metrics.jsonl"
     try:
-        lines = path.read_text("utf-8", errors="replace").splitlines()
-    except OSError:
-        raise ConfigError(f"--load-factor {folder} is no number and no folder of a run: use e.g. 1.5") from None
-    for line in reversed(lines):
-        with suppress(RecordError):
-            if (load := read_record(line).get("load_max_over_mean")) is not None:
-                return float(load)
+        records = read_metrics(Path(folder))
+    except (MetricsError, OSError) as error:
+        raise ConfigError(
+            f"--load-factor {folder} is no number and no folder of a run: use e.g. 1.5 ({error})"
+        ) from None
+    for record in reversed(records):
+        if (load := record.get("load_max_over_mean")) is not None:
+            return float(load)
     raise ConfigError(f"--load-factor {folder}: its records have no load_max_over_mean: name a run with experts")
 
 

@@ -16,6 +16,7 @@ from moe_jax.config.sections import Sections
 from moe_jax.errors import ConfigError
 
 Kernel = Literal["xla", "tiled", "cudnn", "splash"]
+Fused = Literal["cudnn", "splash"]  # kernels that never write logits to memory
 Capability = tuple[int, int]  # CUDA's compute capability
 ATTENTION_TILE = 512  # tokens of a tile of queries or keys
 HOPPER: Capability = (9, 0)
@@ -26,7 +27,7 @@ _WIDTH, _HOPPER_WIDTH, _MULTIPLE = 128, 256, 8
 # block, and their divisor, the lanes of a vector
 _SPLASH_WIDTH, _SPLASH_BLOCK, _SPLASH_MULTIPLE = 256, 1024, 128
 _ROUND = 8  # tokens that tiles are multiples of
-_FUSED: dict[str, Literal["cudnn", "splash"]] = {"gpu": "cudnn", "tpu": "splash"}
+_FUSED: dict[str, Fused] = {"gpu": "cudnn", "tpu": "splash"}
 _CURE = "use train.attention_kernel=auto"
 
 
@@ -37,15 +38,15 @@ def kernel_of(
 
     `capability` is the compute capability of the GPUs; None means that they are not NVIDIA's. With `documents`, tokens
     attend to tokens of their own document alone. Raises ConfigError if the config requires a kernel that these devices
-    do not support.
+    do not support. Over context ranks, the result says whether their attention has tiles, whichever kernel is named.
     """
-    asked = config.train.attention_kernel
+    asked, fused = config.train.attention_kernel, _FUSED.get(platform)
     if asked in ("cudnn", "splash") and (problem := _device_problem(asked, config, platform, capability)):
         raise ConfigError(f"train.attention_kernel={asked} {problem}: {_CURE}")
-    if asked != "auto" and config.mesh.context == 1:
-        return asked
-    fused = _FUSED.get(platform)
-    if fused is not None and unfused_reason(config, platform, capability, documents) is None:
+    if asked != "auto":
+        if config.mesh.context == 1:
+            return asked
+    elif fused is not None and unfused_reason(config, platform, capability, documents) is None:
         return fused
     # Up to one tile, `tiled` would compute the same as `xla`, and its program would be larger.
     return "xla" if config.data.seq_len <= ATTENTION_TILE else "tiled"
@@ -88,7 +89,7 @@ def check_attention_kernel(config: Sections) -> None:
         raise ConfigError(f"train.attention_kernel={asked} {problem}: {_CURE}")
 
 
-def _settings_problem(kernel: Literal["cudnn", "splash"], config: Sections) -> str | None:
+def _settings_problem(kernel: Fused, config: Sections) -> str | None:
     """Describe the setting that a fused kernel does not support, or return None."""
     if config.train.compute_dtype != "bfloat16":
         return f"computes in bfloat16, and train.compute_dtype={config.train.compute_dtype}"
@@ -120,9 +121,7 @@ def _splash_shape_problem(config: Sections) -> str | None:
     return None
 
 
-def _device_problem(
-    kernel: Literal["cudnn", "splash"], config: Sections, platform: str, capability: Capability | None
-) -> str | None:
+def _device_problem(kernel: Fused, config: Sections, platform: str, capability: Capability | None) -> str | None:
     """Describe why these devices cannot run a fused kernel, or return None."""
     if kernel == "splash":
         return None if platform == "tpu" else f"is for TPUs, and these devices are {platform}"

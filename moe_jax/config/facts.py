@@ -50,7 +50,7 @@ class GateFacts(Facts):
     parameters: tuple[GateParameter, ...] = (ROUTER,)
     settings: tuple[str, ...] = ()  # settings of model.moe that only the gates which list them here read
     group_scorers: int | None = None  # the number of experts whose scores rank a group of experts; None: no groups
-    for_timing_only: bool = False  # the choice depends on nothing learned and on no token: a run says so
+    for_timing_only: bool = False  # the choice depends on nothing learned and on no token: a run reports it
     sums_to_1: bool = False  # a token's weights always sum to 1, so that with k = 1 the router gets no gradient
     sampled_as: tuple[tuple[str, str | bool], ...] = ()  # settings of model.moe that route a single token when sampling
 

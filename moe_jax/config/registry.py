@@ -50,11 +50,15 @@ class Registry(Mapping[str, F]):
     @cached_property
     def _parts(self) -> Mapping[str, Part[F]]:
         _, *folders = self._package.split(".")
-        sources = {each.name.removesuffix(".py"): each for each in files("moe_jax").joinpath(*folders).iterdir()}
+        sources = {
+            each.name.removesuffix(".py"): each.read_text("utf-8")
+            for each in files("moe_jax").joinpath(*folders).iterdir()
+            if each.name.endswith(".py")
+        }
         parts = [
-            (facts.name or file, Part(file, facts, self.missing(facts, sources[file].read_text("utf-8"))))
-            for file in sorted(name for name, each in sources.items() if each.name.endswith(".py"))
-            if (facts := self.declared(file, sources[file].read_text("utf-8")))
+            (facts.name or file, Part(file, facts, self.missing(facts, source)))
+            for file, source in sorted(sources.items())
+            if (facts := self.declared(file, source))
         ]
         found = dict(sorted(parts, key=lambda part: (part[1].facts.listed, part[0])))
         if len(found) < len(parts):

@@ -192,10 +192,10 @@ class AttentionView(NamedTuple):
 
 
 class HashedOnce:
-    """A frozen dataclass that is a key of many caches: its hash is computed once. It is not pickled, as hashes of
-    names differ between processes.
+    """The hash of a frozen dataclass that is a key of many caches, computed once.
 
-    A subclass assigns `__hash__ = HashedOnce.__hash__`, since a dataclass would otherwise define its own.
+    Pickles leave it out, since hashes of strings differ between processes. A subclass assigns
+    `__hash__ = HashedOnce.__hash__`, since a dataclass would otherwise define its own.
     """
 
     def __hash__(self) -> int:

@@ -1,35 +1,38 @@
 """Which processes of a run share a host, by the names of the hosts.
 
-Processes pass on the names through jax's coordination service, not in a collective: whoever asks need not ask at the
-same time as the others.
+Processes publish the names in jax's coordination service, not in a collective, so a process can ask for them at any
+time.
 """
 
 import functools
 import socket
 import zlib
-from typing import Any
 
 import jax
-from jax._src import distributed  # jax's coordination service has no public interface
+
+from moe_jax.distributed.coordination import coordination
 
 _KEY = "moe_jax_host"
-_TIMEOUT_MS = 120_000  # for the name of another process's host; all have passed it on when they joined
+_TIMEOUT_MS = 120_000  # for the name of another process's host, which it publishes when it joins
 
 
-def pass_on_host() -> None:
-    """Pass on the name of this host to the other processes. Call it once the processes have joined."""
-    name = zlib.crc32(socket.gethostname().encode())
-    _client().key_value_set(f"{_KEY}/{jax.process_index()}", str(name), allow_overwrite=True)
+def publish_host() -> None:
+    """Publish the name of this host to the other processes. Call it once the processes have joined.
+
+    Does not start jax's devices: processes compare their settings first.
+    """
+    name, state = zlib.crc32(socket.gethostname().encode()), coordination()
+    state.client.key_value_set(f"{_KEY}/{state.process_id}", str(name), allow_overwrite=True)
 
 
 def hosts() -> list[int]:
     """Return the number of each process's host, which is the same for processes of one host.
 
-    Without the coordination service, which only a single process and TPUs can do without, a process is a host. Raises
-    jax's error if a process has not passed on its host's name for two minutes.
+    Without the coordination service, which a single process and TPUs may lack, each process counts as a host. Raises
+    jax's error if a process does not publish its host's name within two minutes.
     """
     count = jax.process_count()
-    return list(range(count) if _client() is None or count == 1 else _hosts(count))
+    return list(range(count) if coordination().client is None or count == 1 else _hosts(count))
 
 
 def nodes() -> list[int]:
@@ -40,10 +43,6 @@ def nodes() -> list[int]:
 
 @functools.cache
 def _hosts(num_processes: int) -> tuple[int, ...]:
-    pass_on_host()  # for users' own programs, which join their processes themselves
-    client = _client()
+    publish_host()  # for users' own programs, which join their processes themselves
+    client = coordination().client
     return tuple(int(client.blocking_key_value_get(f"{_KEY}/{each}", _TIMEOUT_MS)) for each in range(num_processes))
-
-
-def _client() -> Any:
-    return distributed.global_state.client

@@ -20,7 +20,7 @@ from moe_jax.config.ranges import CLUSTER, check_number
 from moe_jax.config.validate import nearest_multiples
 from moe_jax.distributed.address import split_address
 from moe_jax.distributed.host_memory import keep_freed_memory
-from moe_jax.distributed.hosts import pass_on_host
+from moe_jax.distributed.hosts import publish_host
 from moe_jax.distributed.startup_barrier import ProcessError, StartupBarrier, wait_for_all
 from moe_jax.errors import ConfigError
 from moe_jax.parallel.mesh import found_devices
@@ -181,13 +181,6 @@ def detect_cluster(environ: Mapping[str, str], tpu: bool) -> ClusterManager | No
     return None
 
 
-def check_ranks(environ: Mapping[str, str], cluster: ClusterManager) -> None:
-    """Raise ProcessError if a variable from which jax reads the number of this process has no valid number."""
-    for name in _RANKS.get(cluster.name, ()):
-        if not 0 <= _integer(environ, name) < (cluster.num_processes or 0):
-            raise _invalid(environ, name, f"a number in 0..{(cluster.num_processes or 0) - 1}")
-
-
 def is_main_process() -> bool:
     """Whether this is process 0, which writes the run's files. Call it after `initialize`: it starts jax's devices."""
     return jax.process_index() == 0
@@ -260,9 +253,17 @@ def _invalid(environ: Mapping[str, str], name: str, expected: str) -> ProcessErr
     )
 
 
+def _check_ranks(environ: Mapping[str, str], cluster: ClusterManager) -> None:
+    """Raise ProcessError if a variable from which jax reads the number of this process has no valid number."""
+    for name in _RANKS.get(cluster.name, ()):
+        count = cluster.num_processes or 0  # known wherever there are such variables
+        if not 0 <= _integer(environ, name) < count:
+            raise _invalid(environ, name, f"a number in 0..{count - 1}")
+
+
 def _join_cluster(cluster: ClusterManager, timeout_s: float) -> None:
     """Join the run with the parameters that jax detects on its cluster. Raises ProcessError."""
-    check_ranks(os.environ, cluster)
+    _check_ranks(os.environ, cluster)
     own_devices = os.environ.get("JAX_LOCAL_DEVICE_IDS")
     try:
         coordinator, count, rank, devices = clusters.ClusterEnv.auto_detect_unset_distributed_params(
@@ -306,7 +307,7 @@ def _join(coordinator: str, count: int, rank: int, local_devices: Any, bind: str
         shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
         coordinator_bind_address=bind,
     )
-    pass_on_host()
+    publish_host()
 
 
 def _simulate(

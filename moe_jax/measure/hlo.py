@@ -71,7 +71,7 @@ class Instruction:
 
     @property
     def chain(self) -> str | None:
-        """What the parts of one collective share that XLA:TPU splits over fusions; None for other instructions."""
+        """The name that all parts of a collective share if XLA:TPU splits it over fusions; None if it does not."""
         found = _CHAIN.search(self.attributes)
         return f"chain {found[1]}" if found else None
 
@@ -138,8 +138,9 @@ class HloModule:
         return int(limits[0]) if counts and len(limits) == 1 and limits[0].isdecimal() else None
 
     def balanced_trip_count(self, loop: Instruction) -> float | None:
-        """Return how often a loop over rows runs if routing is balanced: it has the trip count in no other place than
-        its scopes. None for other loops.
+        """Return the trip count of a loop over rows if routing is balanced, from its scopes, which alone give it.
+
+        None for other loops.
         """
         most = _AT_MOST.findall(loop.op_name)
         return max(int(most[-1]) * loop.filled, 1.0) if most else None

@@ -264,7 +264,7 @@ def _fused(walk: _Replay, line: Instruction, part: FusedPart) -> None:
 
 
 def _communicate(walk: _Replay, line: Instruction, collective: Instruction, chain: str | None = None) -> None:
-    """Issue a collective. With a chain it is asynchronous, and `walk.open` knows it by that."""
+    """Issue a collective. With a chain it is asynchronous, and the chain is its key in `walk.open`."""
     seconds = link_seconds(collective, walk.program, walk.target, walk.num_devices)
     # XLA:GPU also writes start and done for synchronous collectives
     is_async = chain is not None or (line.opcode.endswith("-start") and '"is_sync":true' not in line.attributes)

@@ -55,10 +55,11 @@ def _of_cluster(name: str, platform: str) -> Target:
     node = int(layout.rpartition("x")[2]) if platform == "gpu" else None
     preset = PRESETS[kind]
     # a host has four TPU chips
-    count = preset.unit if node else math.prod(map(int, layout.split("x"))) * preset.unit // 4
+    count = max(preset.unit, node) if node else math.prod(map(int, layout.split("x"))) * preset.unit // 4
     device, (inside, *beyond) = preset.device, preset.levels(2 * count, count)
     link = Linear(_ALPHA_S, 1 / inside.bytes_per_s)
-    network = Linear(_ALPHA_S, 1 / beyond[0].bytes_per_s) if node else link  # one slice has no network
+    # neither a slice of TPUs nor a rack whose trays NVLink joins has a network
+    network = Linear(_ALPHA_S, 1 / beyond[0].bytes_per_s) if node and beyond else link
     products = _PRODUCTS_PER_CYCLE.get(kind)
     return Target(
         name=name,

@@ -114,13 +114,15 @@ def _faster(ordered: CompiledPlan, draft: Draft, memory_factor: float, report: C
     )
     try:
         plans = plan(plain, ordered.plans.cluster, memory_factor)
-    except PlanError as error:
-        report(f"unordered   no such step fits: {error}")
+        if plans.config.step_facts.orders_tasks:  # by a setting that is not open
+            return ordered
+        unordered = _compile(plans, ordered.target)
+    except (CompileError, PlanError) as error:
+        report(f"unordered   no such step: {error}")
         return ordered
-    unordered = _compile(plans, ordered.target)
     assert ordered.compiled is not None
     if unordered.compiled is None or not unordered.fits:
-        report(f"unordered   wants {size(unordered.allocated_bytes)}, does not fit")
+        report(f"unordered   needs {size(unordered.allocated_bytes)}, does not fit")
         return ordered
     ordered_s, unordered_s = ordered.compiled.replay.step_s, unordered.compiled.replay.step_s
     chosen = unordered if unordered_s < ordered_s else ordered

@@ -86,8 +86,8 @@ def with_fastest_exchange(config: Config, mesh: Mesh, timing: Timing | None = No
 def _possible(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config]]:
     """The algorithms that differ from each other on this mesh, with the config that names them.
 
-    A plain step sends a ring's blocks while experts compute, so its exchange alone does not tell how long the step
-    takes: there a ring has to be asked for.
+    A plain step sends a ring's blocks while experts compute, so the time of its exchange alone does not predict that of
+    the step: there a ring has to be named.
     """
     for name, facts in EXCHANGE_FACTS.items():
         if facts.in_background:

@@ -31,6 +31,7 @@ from moe_jax.run.timing_cache import TimingCache
 from moe_jax.telemetry.run_log import human_seconds
 
 _TIMED = ("gpu", "tpu")  # platforms; on others the fastest product is known
+_PASSES = Passes._fields
 _CACHE = TimingCache("grouped_products.json", "grouped products")
 Products = Mapping[str, GroupedProduct]
 
@@ -53,10 +54,7 @@ def with_fastest_product(config: Config, mesh: Mesh, timing: Timing | None = Non
     """The config with auto replaced by the fastest product, as measured by process 0. Raises ConfigError."""
     if not is_timed(config, mesh):
         return config
-    platform = ComputeConfig.of(config, mesh).platform
-    shape = shape_of(config, mesh, platform)
-    products = available(GROUPED_PRODUCTS[platform], capability_of(mesh.devices.flat[0]), shape.dtype)
-    fastest = _fastest(shape, products, timing or time_products) if is_main_process() else None
+    fastest = _fastest(*candidates(config, mesh), timing or time_products) if is_main_process() else None
     name = from_process(0, fastest)
     return dataclasses.replace(config, train=dataclasses.replace(config.train, grouped_product=name))
 
@@ -68,11 +66,18 @@ def is_timed(config: Config, mesh: Mesh) -> bool:
     return bool(is_open and moe.num_experts and moe.sends_sized_rows)
 
 
+def candidates(config: Config, mesh: Mesh) -> tuple[MatmulShape, Products]:
+    """The shape of a run's grouped product, and the products that its devices can compute."""
+    platform = ComputeConfig.of(config, mesh).platform
+    shape = shape_of(config, mesh, platform)
+    return shape, available(GROUPED_PRODUCTS[platform], capability_of(mesh.devices.flat[0]), shape.dtype)
+
+
 def _fastest(shape: MatmulShape, products: Products, timing: Timing) -> str:
     """The name of the fastest product, from the cache of timings or by timing them; prints a line for each pass."""
     environment = {"device": jax.local_devices()[0].device_kind, "jax": jax.__version__, "products": list(products)}
     key = shape._asdict() | environment
-    names = [_label(each, name) for each in Passes._fields for name in products]
+    names = [_label(each, name) for each in _PASSES for name in products]
     seconds, failed = _CACHE.read(key, names), dict[str, str]()
     if seconds is None:
         seconds, failed = timing(shape, products)
@@ -94,15 +99,12 @@ def fastest_of(seconds: Mapping[str, float], shape: MatmulShape, products: Produ
         by_tile[product.tile(shape.rows, shape.groups)].append(name)
     for names in by_tile.values():
         timed = [
-            {name: seconds[_label(each, name)] for name in names if _label(each, name) in seconds} for each in _ALL
+            {name: seconds[_label(each, name)] for name in names if _label(each, name) in seconds} for each in _PASSES
         ]
         if all(timed):
             kernels = Passes(*(min(times, key=times.__getitem__) for times in timed))
             best.append((sum(min(times.values()) for times in timed), kernels))
     return min(best)[1].name if best else None
-
-
-_ALL = Passes._fields
 
 
 def _label(each: str, name: str) -> str:
@@ -112,7 +114,7 @@ def _label(each: str, name: str) -> str:
 def _table(seconds: Mapping[str, float], failed: Mapping[str, str]) -> list[str]:
     """A line for each pass: the times, the shortest first, and what was left out."""
     lines = []
-    for each in _ALL:
+    for each in _PASSES:
         own = {label.removeprefix(f"{each} "): s for label, s in seconds.items() if label.startswith(f"{each} ")}
         times = ", ".join(f"{name} {human_seconds(own[name])}" for name in sorted(own, key=own.__getitem__))
         left_out = "".join(
@@ -142,10 +144,10 @@ def shape_of(config: Config, mesh: Mesh, platform: str) -> MatmulShape:
 def time_products(shape: MatmulShape, products: Products) -> InterleavedTimes:
     """Time each pass of each product on this process's first device, to the intermediate width and back.
 
-    The first results are compared with those of a loop over tiles; a kernel whose results differ is left out.
+    The results are first compared with those of a loop over tiles; a kernel whose results differ is left out.
     """
     seconds, failed = dict[str, float](), dict[str, str]()
-    for name in _ALL:  # one after another, so that the operands of one pass are in memory
+    for name in _PASSES:  # one after another, so that the operands of one pass are in memory
         checked = _Checked(shape, name)
         calls = {
             _label(name, product_name): partial(checked.call, own, product)
@@ -160,7 +162,7 @@ def time_products(shape: MatmulShape, products: Products) -> InterleavedTimes:
 
 
 class _Checked:
-    """Makes calls of one pass whose first results are compared with those of `blocks`."""
+    """Makes calls of one pass whose results agree with those of `blocks`."""
 
     def __init__(self, shape: MatmulShape, name: str):
         self._shape, self._name = shape, name
@@ -168,25 +170,16 @@ class _Checked:
         self._expected: dict[int, list[jax.Array]] = {}
 
     def call(self, own: Pass, product: GroupedProduct) -> Call:
-        """A compiled call with its operands."""
-        shape = self._shape
+        """A compiled call with its operands. Raises ValueError if its results are wrong."""
+        shape, tile = self._shape, product.tile(self._shape.rows, self._shape.groups)
         if any(width % product.width_multiple for width in (shape.width, shape.hidden)):
             raise ValueError(f"widths are no multiples of {product.width_multiple}")
-        tile, is_checked = product.tile(shape.rows, shape.groups), False
         if tile not in self._operands:
             self._operands[tile] = _operands(shape, self._name, tile)
         operands = self._operands[tile]
         compiled = jax.jit(partial(_both, own, tile)).lower(*operands).compile()
-
-        def call() -> Any:
-            nonlocal is_checked
-            found = compiled(*operands)
-            if not is_checked:
-                is_checked = True
-                self._compare(tile, found)
-            return found
-
-        return call
+        self._compare(tile, compiled(*operands))
+        return partial(compiled, *operands)
 
     def _compare(self, tile: int, found: list[jax.Array]) -> None:
         """Raise ValueError if results differ from those of the twin by more than rounding."""

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src import distributed  # no public interface has jax's coordination service
 
 from moe_jax.config import Sections
 from moe_jax.config.draft import Draft
 from moe_jax.data.tokens import SPLITS, Tokens, read_meta
+from moe_jax.distributed.coordination import coordination
 from moe_jax.errors import ConfigError
 from moe_jax.files.untrusted import read_bytes
 
@@ -74,8 +74,8 @@ def _check_same(own: Values, cure: str) -> None:
     """Compare values over all processes, on process 0. Raises ConfigError, which ends with `cure`, on all of them."""
     if not _has_other_processes():
         return
-    state, name = distributed.global_state, f"moe_jax_alike_{next(_numbers)}"
-    client: Any = state.client
+    state, name = coordination(), f"moe_jax_alike_{next(_numbers)}"
+    client = state.client
     if state.process_id != 0:
         client.key_value_set(f"{name}/{state.process_id}", json.dumps(dict(own)))
     else:
@@ -102,7 +102,7 @@ def _has_other_processes() -> bool:
 
     Does not start jax's devices: processes with different settings may not be able to do so together.
     """
-    return jax.distributed.is_initialized() and distributed.global_state.num_processes > 1
+    return jax.distributed.is_initialized() and coordination().num_processes > 1
 
 
 def _settings(sections: Any, name: str = "") -> dict[str, Any]:

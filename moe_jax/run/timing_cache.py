@@ -34,7 +34,7 @@ class TimingCache(NamedTuple):
         try:
             entries = _entries(self.path())
         except (OSError, RuntimeError, ValueError) as error:
-            _warn(f"what {self.subject} took before cannot be read ({_reason(error)}): they are timed again")
+            _warn(f"cached times of {self.subject} cannot be read ({_reason(error)}): they are timed again")
             return None
         found: Times = next((each["seconds"] for each in entries if each["of"] == key), {})
         return {name: seconds for name, seconds in found.items() if name in names} or None
@@ -49,7 +49,7 @@ class TimingCache(NamedTuple):
                 others = []
             write_atomically(file, json.dumps([*others, {"of": key, "seconds": seconds}], indent=1) + "\n")
         except (OSError, RuntimeError) as error:
-            _warn(f"what {self.subject} took cannot be kept ({_reason(error)}): the next run times them again")
+            _warn(f"times of {self.subject} cannot be cached ({_reason(error)}): the next run times them again")
 
 
 def _entries(file: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,8 @@ import jax
 import pytest
 
 from moe_jax.distributed import hosts as module
-from moe_jax.distributed.hosts import hosts, nodes, pass_on_host
+from moe_jax.distributed.coordination import coordination
+from moe_jax.distributed.hosts import hosts, nodes, publish_host
 
 
 class Service:
@@ -17,7 +18,7 @@ class Service:
         self.values: dict[str, str] = {}
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool) -> None:
-        assert allow_overwrite, "a process may pass on its host twice"
+        assert allow_overwrite, "a process may publish its host twice"
         self.values[key] = value
 
     def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
@@ -28,7 +29,7 @@ class Service:
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     found = Service()
-    monkeypatch.setattr(module.distributed.global_state, "client", found)
+    monkeypatch.setattr(coordination(), "client", found)
     module._hosts.cache_clear()
     yield found
     module._hosts.cache_clear()
@@ -50,15 +51,15 @@ def test_processes_share_a_host_if_its_name_is_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def act_as(rank: int) -> None:
-        monkeypatch.setattr(jax, "process_index", lambda: rank)
+        monkeypatch.setattr(coordination(), "process_id", rank)
         monkeypatch.setattr(socket, "gethostname", lambda: names[rank])
 
     monkeypatch.setattr(jax, "process_count", lambda: len(names))
     for rank in range(1, len(names)):
         act_as(rank)
-        pass_on_host()
+        publish_host()
     act_as(0)
-    assert grouped(hosts()) == same_host, "process 0 passes on its own name when it asks"
+    assert grouped(hosts()) == same_host, "process 0 publishes its own name when it asks"
     assert grouped(nodes()) == same_node
 
 
@@ -66,11 +67,18 @@ def grouped(numbers: list[int]) -> list[list[int]]:
     return [[rank for rank, each in enumerate(numbers) if each == number] for number in dict.fromkeys(numbers)]
 
 
+def test_a_host_is_published_before_devices_start(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings are compared before: with other settings, processes may not be able to start them together."""
+    monkeypatch.setattr(jax, "process_index", lambda: pytest.fail("it starts jax's devices"))
+    publish_host()
+    assert service.values.keys() == {"moe_jax_host/0"}
+
+
 def test_without_a_coordination_service_each_process_has_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     assert hosts() == nodes() == [0, 1, 2]
 
 
-def test_a_single_process_asks_nobody(service: Service) -> None:
+def test_a_single_process_needs_no_service(service: Service) -> None:
     assert hosts() == nodes() == [0]
     assert not service.values

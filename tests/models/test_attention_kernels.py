@@ -67,6 +67,14 @@ def test_fused_kernels_are_chosen_where_they_can_be(config, platform, capability
     )
 
 
+@pytest.mark.parametrize("platform", ["gpu", "tpu", "cpu"])
+def test_over_context_ranks_no_kernel_is_fused_whatever_the_config_names(platform):
+    """Plans count tiles, or the logits of short sequences, as with auto."""
+    for asked, length, kernel in (("xla", 1024, "tiled"), ("tiled", 1024, "tiled"), ("tiled", 512, "xla")):
+        train = dataclasses.replace(BFLOAT16, attention_kernel=asked)
+        assert kernel_of(dataclasses.replace(of_length(OTHERS["context"], length), train=train), platform) == kernel
+
+
 def test_other_kernels_mask_other_documents_where_cudnn_cannot():
     assert (
         unfused_reason(CONFIG, "gpu", HOPPER, documents=True) == "train.attention_kernel=cudnn masks no other documents"

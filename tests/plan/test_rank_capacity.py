@@ -65,7 +65,8 @@ def test_a_load_is_a_number_or_the_last_of_a_run(tmp_path: Path) -> None:
     [
         ("0.5", "--load-factor=0.5 must be at least 1"),
         ("nan", "--load-factor=nan must be a finite number"),
-        ("runs/none", "--load-factor runs/none is no number and no folder of a run: use e.g. 1.5"),
+        ("", "--load-factor  is no number and no folder of a run: use e.g. 1.5 "),
+        ("runs/none", r"--load-factor runs/none is no number .*: use e.g. 1.5 \(run runs/none does not exist: "),
     ],
 )
 def test_other_loads_are_refused(load: str, message: str) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -78,17 +79,31 @@ def test_a_plan_that_fits_is_compiled_once_and_corrected(compiler: Callable[[flo
     assert "\ncorrected   step " in said
 
 
-@pytest.mark.parametrize(("slow_order", "policy"), [(True, "vanilla"), (False, "unified")])
+@pytest.mark.parametrize(
+    ("unordered", "grad_reduce", "policy", "ending"),
+    [
+        (10**9, "end", "vanilla", "as compiled, × 0.25: is the plan"),
+        (16 * 10**9, "end", "unified", "as compiled, × 4.00: the order of tasks is kept"),
+        (None, "end", "unified", "unordered   no such step: the compiler was killed"),
+        (10**9, "block", "unified", None),
+    ],
+    ids=["faster", "slower", "refused", "ordered by another setting"],
+)
 def test_an_order_of_tasks_that_is_slower_as_compiled_is_not_the_plan(
-    slow_order: bool, policy: str, monkeypatch: pytest.MonkeyPatch
+    unordered: int | None,
+    grad_reduce: Literal["end", "block"],
+    policy: str,
+    ending: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The simulated step overlaps its tasks; what a compiler makes of them may take longer than a plain step."""
-    slow, fast = (f"%w = f32[{size}] copy(%p)" for size in (4 * 10**9, 10**9))
     monkeypatch.setattr(planned, "check_compiler", lambda target: None)
 
     def compile_job(target: Target, job: Job) -> tuple[str, Outcome]:
-        is_ordered = load_config(job.config).step_facts.orders_tasks
-        line = slow if is_ordered == slow_order else fast
+        numbers = 4 * 10**9 if load_config(job.config).step_facts.orders_tasks else unordered
+        if numbers is None:
+            raise CompileError("the compiler was killed")
+        line = f"%w = f32[{numbers}] copy(%p)"
         text = (
             f"HloModule m, is_scheduled=true\n\nENTRY %main () -> f32[] {{\n  %p = f32[1] parameter(0)\n  {line}\n}}\n"
         )
@@ -97,7 +112,7 @@ def test_an_order_of_tasks_that_is_slower_as_compiled_is_not_the_plan(
 
     monkeypatch.setattr(planned, "compile_job", compile_job)
     fixed = draft()
-    schedule = dataclasses.replace(fixed.schedule, policy="unified")
+    schedule = dataclasses.replace(fixed.schedule, policy="unified", grad_reduce=grad_reduce)
     told: list[str] = []
     found = compile_plans(
         dataclasses.replace(fixed, schedule=schedule, open=fixed.open | {"schedule.policy", "schedule.microbatches"}),
@@ -106,8 +121,11 @@ def test_an_order_of_tasks_that_is_slower_as_compiled_is_not_the_plan(
     )
     assert found.plans.config.schedule.policy == policy
     assert found.compiled is not None
-    ratio = "0.25: is the plan" if slow_order else "4.00: the order of tasks is kept"
-    assert told[2].endswith(f"as compiled, × {ratio}")
+    assert [text for text in told if text.startswith("unordered")] == told[2:3]
+    if ending is None:
+        assert len(told) == 2
+    else:
+        assert told[2].endswith(ending)
 
 
 def test_a_plan_that_does_not_fit_makes_room_for_one_that_does(compiler: Callable[[float], list[float]]) -> None:

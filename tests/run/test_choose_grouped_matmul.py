@@ -117,7 +117,7 @@ def test_a_damaged_cache_is_timed_again_and_replaced(cache: Path, capsys: pytest
     cache.parent.mkdir()
     cache.write_text("{")
     assert chosen(config_of(), Timing(SECONDS)) == "pallas"
-    assert "warning: what grouped products took before cannot be read" in capsys.readouterr().err
+    assert "warning: cached times of grouped products cannot be read" in capsys.readouterr().err
     assert json.loads(cache.read_text())[0]["seconds"] == SECONDS
 
 

@@ -52,7 +52,7 @@ def test_a_damaged_file_is_told_and_replaced(damaged: bytes, file: Path, capsys:
     file.parent.mkdir()
     file.write_bytes(damaged)
     assert CACHE.read(HERE, NAMES) is None
-    assert "warning: what grouped products took before cannot be read (" in capsys.readouterr().err
+    assert "warning: cached times of grouped products cannot be read (" in capsys.readouterr().err
     CACHE.write(HERE, {"blocks": 1.0})
     assert CACHE.read(HERE, NAMES) == {"blocks": 1.0}
     assert capsys.readouterr().err == ""
@@ -61,7 +61,7 @@ def test_a_damaged_file_is_told_and_replaced(damaged: bytes, file: Path, capsys:
 def test_a_place_that_holds_no_files_is_told(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.parent.write_text("no folder")
     CACHE.write(HERE, {"blocks": 1.0})
-    assert "warning: what grouped products took cannot be kept (" in capsys.readouterr().err
+    assert "warning: times of grouped products cannot be cached (" in capsys.readouterr().err
     assert CACHE.read(HERE, NAMES) is None
 
 

@@ -205,6 +205,16 @@ def test_gpus_at_hand_are_the_target_that_the_report_names(devices: list[Any], h
     assert target_of(devices, hosts) == find_target(target)
 
 
+def test_trays_of_a_rack_are_joined_by_nvlink_and_racks_by_a_network() -> None:
+    trays = target_of(gpus("NVIDIA GB200", 4, 4, slice_index=0), range(4))
+    racks = target_of(gpus("NVIDIA GB200", 2, 72), range(2))
+    assert trays is not None
+    assert racks is not None
+    assert (trays.layout, trays.network) == ("1x4x4", trays.link)
+    assert (racks.layout, racks.link) == ("1x2x72", trays.link)
+    assert racks.network.beta_s == pytest.approx(18 * racks.link.beta_s)
+
+
 @pytest.mark.parametrize("kind", ["NVIDIA A10", "cpu", "TPU v5p"])
 def test_of_other_devices_there_are_no_rates(kind: str) -> None:
     assert target_of(gpus(kind, 1, 8), [0]) is None
