@@ -15,7 +15,8 @@ from moe_jax.measure.races import check_races
 from moe_jax.step.compile import StepProgram
 
 # compiler options that choose XLA's newer emitters; {} where `conftest.py` has not chosen the older ones
-NEWER_EMITTERS = {"xla_cpu_use_fusion_emitters": True} if "fusion_emitters=false" in os.environ["XLA_FLAGS"] else {}
+OLDER_EMITTERS = "--xla_cpu_use_fusion_emitters=false"
+NEWER_EMITTERS = {"xla_cpu_use_fusion_emitters": True} if OLDER_EMITTERS in os.environ["XLA_FLAGS"] else {}
 LARGE = 2_500_000  # characters of a program, above which the older ones are slower
 
 
@@ -29,7 +30,7 @@ def run_checked(program: Wrapped, *arguments: Any) -> Any:
 
 @contextmanager
 def exact_programs() -> Iterator[None]:
-    """Compile steps of runs, and what `run_checked` does, with XLA's newer emitters.
+    """Compile steps of runs, what `run_checked` does, and what processes do, with XLA's newer emitters.
 
     Two programs of one function then agree in every bit, and round alike.
     """
@@ -40,5 +41,6 @@ def exact_programs() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepProgram, "compile", newer)
+        patch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace(OLDER_EMITTERS, "").strip())
         patch.setattr(sys.modules[__name__], "LARGE", 0)
         yield

@@ -27,6 +27,7 @@ CHUNKED += [
     "model.moe.capacity_factor=1.25",
     "model.vocab_size=256",
 ]
+pytestmark = pytest.mark.usefixtures("exact")  # whatever the chunks, losses are the same bit for bit
 EIGHT = [*CHUNKED, "mesh.data=2", "mesh.expert=4", "train.batch_size=16", "schedule.bucket_cap_mb=0.001"]
 TUNED = ["tune.over=[bucket_cap_mb]", "tune.samples=2", "tune.iterations=4", "tune.band=1e9", "train.steps=100000"]
 

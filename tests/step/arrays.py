@@ -28,8 +28,8 @@ class Array:
     refused_by_all: Pairs = ()  # by the config, whatever a third factor has
     # of values that need others to be taken at all, the values that take these
     companions: Mapping[str, Case] = dataclasses.field(default_factory=dict)
-    inexact: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # round to fewer digits
-    rounding: float = 1.0  # how far from the reference that leads, see `one_step.py`
+    # of values that round to fewer digits: how far from the reference that leads, see `one_step.py`
+    rounding: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     seed: int = 0  # of `covering`
     further: Callable[[Case], str] = lambda case: ""  # settings that depend on several factors
 
@@ -49,9 +49,9 @@ class Array:
                 return word
         return None
 
-    def is_exact(self, case: Case) -> bool:
-        """Whether nothing is rounded to fewer digits than the reference has."""
-        return not any(case[name] in values for name, values in self.inexact.items())
+    def rounding_of(self, case: Case) -> float:
+        """0 if nothing is rounded to fewer digits than float32 has."""
+        return max((values.get(case[name], 0.0) for name, values in self.rounding.items()), default=0.0)
 
     def config_of(self, case: Case) -> Config:
         texts = [self.factors[name][value] for name, value in case.items()]
@@ -59,7 +59,7 @@ class Array:
 
     def check(self, case: Case) -> None:
         """That its step is the reference's."""
-        assert_is_the_references_step(self.config_of(case), self.is_exact(case), self.rounding)
+        assert_is_the_references_step(self.config_of(case), self.rounding_of(case))
 
     def check_or_search(self, case: Case) -> None:
         """The same; the message for one case of a process names the settings that are needed to break it."""

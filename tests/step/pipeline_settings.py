@@ -89,8 +89,7 @@ ARRAY = Array(
     REFUSED,
     IDLE,
     companions={"no_stages": {"order": "coscheduled"}},
-    inexact={"dtype": ("bfloat16",)},
-    rounding=0.2,
+    rounding={"dtype": {"bfloat16": 0.2}},
     seed=18,  # 28 cases; others have up to 33
     further=of_several,
 )

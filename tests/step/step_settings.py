@@ -170,5 +170,5 @@ ARRAY = Array(
     IDLE,
     REFUSED_BY_ALL,
     COMPANIONS,
-    inexact={"hooks": ("bf16", "fp8"), "dtype": ("bfloat16",)},
+    rounding={"hooks": {"bf16": 1.0, "fp8": 1.0}, "dtype": {"bfloat16": 1.0}, "products": {"fp8_products": 0.05}},
 )

@@ -33,7 +33,7 @@ def test_a_step_is_the_references(case: Case) -> None:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_so_is_what_few_steps_have(name: str) -> None:
-    assert_is_the_references_step(config_of_settings(OTHERS[name]), is_exact=True)
+    assert_is_the_references_step(config_of_settings(OTHERS[name]))
 
 
 def test_all_settings_meet() -> None:
