@@ -92,7 +92,11 @@ def grouped_heads(p, h, model: ModelConfig, block: int):
         q, k = norm(q, p["query_norm"], model.rms_norm_eps), norm(k, p["key_norm"], model.rms_norm_eps)
     for head in range(model.num_attention_heads):
         shared = head * model.kv_heads // model.num_attention_heads
-        yield turned(q[head], model, block), turned(k[shared], model, block), v[shared]
+        width = round(model.head_width * model.partial_rotary_factor)
+        turned_q, turned_k = (
+            jnp.concatenate([turned(x[:, :width], model, block), x[:, width:]], axis=-1) for x in (q[head], k[shared])
+        )
+        yield turned_q, turned_k, v[shared]
 
 
 def norm_all(x_HNK, scale_HK, eps):

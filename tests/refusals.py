@@ -70,6 +70,14 @@ REFUSED = {
         "model.qk_norm=True is not for latent attention (model.latent.kv_lora_rank=8): "
         "set model.qk_norm=false, or model.latent.kv_lora_rank=null"
     ),
+    "model.latent.kv_lora_rank=8 model.partial_rotary_factor=0.5": (
+        "model.partial_rotary_factor=0.5 is not for latent attention (model.latent.kv_lora_rank=8): "
+        "set model.partial_rotary_factor=1.0, or model.latent.kv_lora_rank=null"
+    ),
+    "model.head_dim=8 model.partial_rotary_factor=0.4": (
+        "model.partial_rotary_factor=0.4 rotates 3 of a head's 8 features, and rotary embedding turns pairs: use a "
+        "factor that rotates an even number, 2 or more"
+    ),
     "model.latent.kv_lora_rank=8 model.head_dim=4": (
         "model.head_dim=4 is not for latent attention (model.latent.kv_lora_rank=8): "
         "set model.head_dim=null, or model.latent.kv_lora_rank=null"

@@ -228,6 +228,8 @@ class ModelConfig(HashedOnce):
     qk_norm_over: Literal["head", "projection"] = "head"  # norm of each head, or of all heads together (OLMoE)
     tie_word_embeddings: bool = False  # one matrix for the embedding and the head
     rope_theta: float = number(10_000.0, Range(1, 1e15))
+    # share of a head's features that are rotated, the first ones (GLM-4.5, MiniMax-M2)
+    partial_rotary_factor: float = number(1.0, Range(0, 1, above=True))
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
     rms_norm_eps: float = number(1e-6, Range(0, 1, above=True))
     attention: AttentionConfig = field(default_factory=AttentionConfig)
@@ -258,6 +260,11 @@ class ModelConfig(HashedOnce):
         """The features of a head's query or key."""
         latent = self.latent
         return latent.qk_nope_head_dim + latent.qk_rope_head_dim if self.has_latents else self.head_width
+
+    @property
+    def rotary_width(self) -> int:
+        """The features of a head's query or key that are rotated; with latents, those of `latent`."""
+        return self.latent.qk_rope_head_dim if self.has_latents else int(self.head_width * self.partial_rotary_factor)
 
     @property
     def v_width(self) -> int:

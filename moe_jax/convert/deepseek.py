@@ -6,7 +6,8 @@ Features that are rotated as a pair are neighbours on disk, and half a width apa
 from typing import Any
 
 from moe_jax.config import LatentConfig, ModelConfig
-from moe_jax.convert.family import expert_rows, mlp_rows, norm_rows, top_k_settings
+from moe_jax.convert.deepseek_router import expert_settings, mlp_or_experts
+from moe_jax.convert.family import norm_rows
 from moe_jax.convert.hf_config import HfConfig
 from moe_jax.convert.shared import hf_settings, shared_settings
 from moe_jax.convert.tensors import Tensor, TensorRange, halves
@@ -17,7 +18,6 @@ _LATENT_EPS = 1e-6  # epsilon of the latents' norms, independent of rms_norm_eps
 def model_settings(hf: HfConfig) -> dict[str, Any]:
     """Return the arguments of ModelConfig except `moe`."""
     hf.only("attention_bias", False)
-    hf.only("moe_layer_freq", 1)
     shared = shared_settings(hf)
     return {
         **shared,
@@ -33,52 +33,31 @@ def model_settings(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def moe_settings(hf: HfConfig, normalized: bool) -> dict[str, Any]:
-    """Return the arguments of MoEConfig except those of the gate."""
-    return {
-        **top_k_settings(hf, normalized),
-        "num_experts": hf.whole("n_routed_experts", "num_experts", "num_local_experts"),
-        "intermediate_size": hf.whole("moe_intermediate_size"),
-        "num_shared_experts": hf.whole("n_shared_experts", default=0),
-        "first_k_dense_replace": hf.whole("first_k_dense_replace", default=0),
-        "routed_scaling_factor": hf.number("routed_scaling_factor", 1.0),
-        "capacity_factor": None,
-    }
-
-
 def settings(model: ModelConfig) -> dict[str, Any]:
     """Return the settings of a model for config.json."""
-    latent, moe = model.latent, model.moe
-    return hf_settings(model) | {
-        "attention_bias": False,
-        "head_dim": latent.qk_rope_head_dim,
-        "intermediate_size": model.intermediate_size,
-        "kv_lora_rank": latent.kv_lora_rank,
-        "q_lora_rank": latent.q_lora_rank,
-        "qk_nope_head_dim": latent.qk_nope_head_dim,
-        "qk_rope_head_dim": latent.qk_rope_head_dim,
-        "v_head_dim": latent.v_head_dim,
-        "n_routed_experts": moe.num_experts,
-        "num_experts_per_tok": moe.top_k,
-        "moe_intermediate_size": moe.intermediate_size,
-        "n_shared_experts": moe.num_shared_experts,
-        "first_k_dense_replace": moe.first_k_dense_replace,
-        "moe_layer_freq": 1,
-        "routed_scaling_factor": moe.routed_scaling_factor,
-        "n_group": moe.n_group,
-        "topk_group": moe.topk_group,
-    }
+    latent = model.latent
+    return (
+        hf_settings(model)
+        | expert_settings(model)
+        | {
+            "attention_bias": False,
+            "head_dim": latent.qk_rope_head_dim,
+            "kv_lora_rank": latent.kv_lora_rank,
+            "q_lora_rank": latent.q_lora_rank,
+            "qk_nope_head_dim": latent.qk_nope_head_dim,
+            "qk_rope_head_dim": latent.qk_rope_head_dim,
+            "v_head_dim": latent.v_head_dim,
+        }
+    )
 
 
 def block(model: ModelConfig, kind: str) -> list[Tensor]:
-    """Return the table rows of a block."""
-    if kind == "dense":
-        return [*_attention(model), *mlp_rows("mlp", "mlp")]
-    shared = mlp_rows("mlp.shared_experts", "moe.shared") if model.moe.num_shared_experts else []
-    return [*_attention(model), *expert_rows(model), *shared]
+    """Return the table rows of a block, without the bias of a router."""
+    return [*attention_rows(model), *mlp_or_experts(model, kind)]
 
 
-def _attention(model: ModelConfig) -> list[Tensor]:
+def attention_rows(model: ModelConfig) -> list[Tensor]:
+    """Return the rows of latent attention and of the block's norms."""
     latent = model.latent
     plain, rotated, width = latent.qk_nope_head_dim, latent.qk_rope_head_dim, latent.v_head_dim
     rank = latent.kv_lora_rank

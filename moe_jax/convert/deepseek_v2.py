@@ -4,6 +4,7 @@ from typing import Any
 
 from moe_jax.config import ModelConfig, MoEConfig
 from moe_jax.convert import deepseek
+from moe_jax.convert.deepseek_router import moe_settings
 from moe_jax.convert.family import Family
 from moe_jax.convert.hf_config import HfConfig
 
@@ -18,7 +19,7 @@ def _model(hf: HfConfig) -> ModelConfig:
     return ModelConfig(
         **deepseek.model_settings(hf),
         moe=MoEConfig(
-            **deepseek.moe_settings(hf, normalized=False),
+            **moe_settings(hf, normalized=False),
             gate="deepseek_v2",
             n_group=hf.whole("n_group") if grouped else 1,
             topk_group=hf.whole("topk_group") if grouped else 1,

@@ -2,40 +2,25 @@
 
 from typing import Any
 
-from moe_jax.config import ModelConfig, MoEConfig
+from moe_jax.config import ModelConfig
 from moe_jax.convert import deepseek
+from moe_jax.convert.deepseek_router import biased_router, router_rows, router_settings
 from moe_jax.convert.family import Family
 from moe_jax.convert.hf_config import HfConfig
 from moe_jax.convert.tensors import Tensor
 
 
 def _model(hf: HfConfig) -> ModelConfig:
-    hf.only("topk_method", "noaux_tc")
-    hf.only("scoring_func", "sigmoid")
     hf.only("rope_interleave", True)
-    return ModelConfig(
-        **deepseek.model_settings(hf),
-        moe=MoEConfig(
-            **deepseek.moe_settings(hf, hf.flag("norm_topk_prob", False)),
-            gate="deepseek_v3",
-            n_group=hf.whole("n_group", default=1),
-            topk_group=hf.whole("topk_group", default=1),
-        ),
-    )
+    return ModelConfig(**deepseek.model_settings(hf), moe=biased_router(hf))
 
 
 def _settings(model: ModelConfig) -> dict[str, Any]:
-    return deepseek.settings(model) | {
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "norm_topk_prob": model.moe.divides_by_sum,
-        "rope_interleave": True,
-    }
+    return deepseek.settings(model) | router_settings(model) | {"rope_interleave": True}
 
 
 def _block(model: ModelConfig, kind: str) -> list[Tensor]:
-    bias = Tensor("mlp.gate.e_score_correction_bias", "moe.score_bias", "choices", float32=True)
-    return [*deepseek.block(model, kind), *([bias] if kind == "moe" else [])]
+    return [*deepseek.attention_rows(model), *router_rows(model, kind)]
 
 
 _DEFAULTS = {

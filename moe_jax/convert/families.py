@@ -6,13 +6,43 @@ from typing import Any
 from moe_jax.config import ModelConfig
 from moe_jax.config.facts import SCORE_BIAS
 from moe_jax.config.gates import gate_parameters
-from moe_jax.convert import deepseek_v2, deepseek_v3, gpt_oss, llama, mixtral, olmoe, qwen2_moe, qwen3, qwen3_moe
+from moe_jax.convert import (
+    deepseek_v2,
+    deepseek_v3,
+    dots1,
+    ernie4_5_moe,
+    glm4_moe,
+    gpt_oss,
+    llama,
+    minimax_m2,
+    mixtral,
+    olmoe,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 from moe_jax.convert.family import Family, expert_block_pattern
 from moe_jax.convert.hf_config import ConvertError, HfConfig
 
-_MODULES = (mixtral, llama, qwen3, qwen3_moe, olmoe, qwen2_moe, deepseek_v3, deepseek_v2, gpt_oss)
+_MODULES = (
+    *(mixtral, llama, qwen3, qwen3_moe, olmoe, qwen2_moe, deepseek_v3, deepseek_v2, gpt_oss),
+    *(dots1, glm4_moe, minimax_m2, ernie4_5_moe),
+)
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 _BY_TYPE = FAMILIES | {name: family for family in FAMILIES.values() for name in family.aliases}
+
+# families that are not supported, and the first of their features that there is not
+_NOT_BUILT = {
+    "phimoe": "sparsemixer routing (Phi-3.5-MoE)",
+    **dict.fromkeys(("llama4", "llama4_text"), "attention in chunks (Llama 4)"),
+    "hunyuan_v1_moe": "norms of queries and keys after their rotation (Hunyuan A13B)",
+    **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "minimax", "kimi_linear"), "linear attention"),
+    **dict.fromkeys(("jamba", "granitemoehybrid", "nemotron_h"), "state-space blocks (Mamba)"),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "sparse attention with an indexer"),
+    "dbrx": "norms that subtract the mean (DBRX)",
+    "flex_olmo": "norms after attention and experts (FlexOlmo)",
+    "grok-1": "norms after attention and experts (Grok-1)",
+}
 
 # settings of `model.moe` that affect training or the capacity, but not the function that a checkpoint stores
 _TRAINING = {
@@ -26,6 +56,11 @@ _UNUSED = "unused"  # stands for the value of a setting that has no effect in a 
 def family_of(hf: HfConfig) -> Family:
     """Return the family that config.json names. Raises ConvertError if it is not supported."""
     name = hf.word("model_type")
+    if name in _NOT_BUILT:
+        raise ConvertError(
+            f"{hf.where}: model_type={name!r} is not supported, since there is no {_NOT_BUILT[name]}: use a model of "
+            f"{', '.join(_BY_TYPE)}"
+        )
     if name not in _BY_TYPE:
         raise ConvertError(f"{hf.where}: model_type={name!r} is not supported: it must be {', '.join(_BY_TYPE)}")
     return _BY_TYPE[name]
@@ -72,7 +107,7 @@ def _effective_settings(model: ModelConfig) -> dict[str, Any]:
     found |= {"num_key_value_heads": model.kv_heads, "head_dim": model.head_width}
     if model.has_latents:
         found["latent.rms_norm_eps"] = model.latent.rms_norm_eps or model.rms_norm_eps
-        unused = {"num_key_value_heads", "head_dim"}
+        unused = {"num_key_value_heads", "head_dim", "partial_rotary_factor"}
     else:
         unused = {name for name in found if name.startswith("latent.")} - {"latent.kv_lora_rank"}
     if model.rope_scaling.rope_type == "none":

@@ -13,7 +13,7 @@ from moe_jax.convert.tensors import Tensor, TensorRange
 
 _GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 _PER_EXPERT = "{expert}"
-_OLDER = "block_sparse_moe."  # Mixtral's name for `mlp.`
+_OLDER = {"block_sparse_moe.": "mlp.", "mlp.moe_statics.": "mlp.gate.moe_statics."}  # Mixtral's and ERNIE's names
 
 
 def stored_family(family: Family, names: Collection[str]) -> Family:
@@ -28,9 +28,15 @@ def _rows(block: Callable[[ModelConfig, str], list[Tensor]], model: ModelConfig,
     return [
         _fused_row(row, model.moe.intermediate_size)
         if _PER_EXPERT in row.name
-        else dataclasses.replace(row, name=row.name.replace(_OLDER, "mlp."))
+        else dataclasses.replace(row, name=_newer(row.name))
         for row in block(model, kind)
     ]
+
+
+def _newer(name: str) -> str:
+    for older, newer in _OLDER.items():
+        name = name.replace(older, newer)
+    return name
 
 
 def _fused_row(row: Tensor, hidden: int) -> Tensor:

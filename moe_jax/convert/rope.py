@@ -9,18 +9,20 @@ from moe_jax.config import ModelConfig, RopeScalingConfig
 from moe_jax.convert.hf_config import ConvertError, HfConfig
 
 _NEW, _OLD, _DEFAULT = "rope_parameters", "rope_scaling", "default_rope_parameters"
+_PARTIAL = "partial_rotary_factor"
 
 
-def rope_settings(hf: HfConfig) -> dict[str, Any]:
+def rope_settings(hf: HfConfig, partial: bool = False) -> dict[str, Any]:
     """Return the arguments of ModelConfig for rotary embedding. Raises ConvertError for unsupported settings.
 
     If a file has both `rope_scaling` and `rope_parameters`, the former is used, as in transformers 5. It is an error if
-    both scale positions and disagree, or if only the latter has a base, which transformers would ignore.
+    both scale positions and disagree, or if only the latter has a base, which transformers would ignore. `partial`: the
+    family may rotate only part of a head's features.
     """
     old, new = hf.section(_OLD), hf.section(_NEW)
-    found = _settings(old or new or hf.section(_DEFAULT) or HfConfig({}, hf.where), hf)
+    found = _settings(old or new or hf.section(_DEFAULT) or HfConfig({}, hf.where), hf, partial)
     if old and new:
-        for name, value in _settings(new, hf).items():
+        for name, value in _settings(new, hf, partial).items():
             if value != found[name] and value != RopeScalingConfig():
                 raise ConvertError(
                     f"{hf.where}: {_OLD} makes model.{name}={_text(found[name])}, and {_NEW} makes it {_text(value)}: "
@@ -29,9 +31,14 @@ def rope_settings(hf: HfConfig) -> dict[str, Any]:
     return found
 
 
-def _settings(rope: HfConfig, hf: HfConfig) -> dict[str, Any]:
+def _settings(rope: HfConfig, hf: HfConfig, partial: bool) -> dict[str, Any]:
     theta = rope.number("rope_theta", hf.number("rope_theta", 10_000.0))
-    return {"rope_theta": theta, "rope_scaling": _scaling(rope, hf)}
+    found = {"rope_theta": theta, "rope_scaling": _scaling(rope, hf)}
+    if partial:
+        return found | {_PARTIAL: rope.number(_PARTIAL, hf.number(_PARTIAL, 1.0))}
+    for section in (rope, hf):
+        section.only(_PARTIAL, 1.0)
+    return found
 
 
 def _text(value: float | RopeScalingConfig) -> str:
@@ -48,8 +55,6 @@ def _text(value: float | RopeScalingConfig) -> str:
 def _scaling(rope: HfConfig, hf: HfConfig) -> RopeScalingConfig:
     for each in rope.sections():
         raise ConvertError(f"{each.where} is not supported: all blocks must have one rotary embedding")
-    rope.only("partial_rotary_factor", 1.0)
-    hf.only("partial_rotary_factor", 1.0)
     kind = rope.word("rope_type", rope.word("type", "default"))
     if kind == "default":
         return RopeScalingConfig()
@@ -124,6 +129,8 @@ def hf_rope(model: ModelConfig) -> dict[str, Any]:
         rope["mscale_all_dim"] = scaling.mscale_all_dim
         if scaling.rope_type == "yarn":
             rope["mscale"] = scaling.mscale_all_dim
+    if model.partial_rotary_factor != 1:
+        rope[_PARTIAL] = model.partial_rotary_factor
     older = {"rope_scaling": rope} if scaling.rope_type != "none" else {}  # the setting before transformers 5
     return {
         "rope_theta": model.rope_theta,

@@ -8,8 +8,11 @@ from moe_jax.convert.quantized import quantization_of
 from moe_jax.convert.rope import hf_rope, rope_settings
 
 
-def shared_settings(hf: HfConfig) -> dict[str, Any]:
-    """Return the arguments of ModelConfig that are the same for all families."""
+def shared_settings(hf: HfConfig, partial_rotation: bool = False) -> dict[str, Any]:
+    """Return the arguments of ModelConfig that are the same for all families.
+
+    `partial_rotation`: the family may rotate only part of a head's features.
+    """
     hf.only("hidden_act", "silu")
     quantization_of(hf)
     hf.only("mlp_bias", False)
@@ -21,7 +24,7 @@ def shared_settings(hf: HfConfig) -> dict[str, Any]:
         "num_attention_heads": heads,
         "rms_norm_eps": hf.number("rms_norm_eps"),
         "tie_word_embeddings": hf.flag("tie_word_embeddings", False),
-        **rope_settings(hf),
+        **rope_settings(hf, partial_rotation),
     }
 
 

@@ -51,14 +51,14 @@ class Tensor:
 
     name: str  # the name on disk, with {expert} if each expert has a tensor of its own
     path: str  # the path of our array, in its block or in all parameters
-    axes: str  # the tensor's axes: each is one of our dimensions, or several joined by dots
+    axes: str  # the tensor's axes: each is one of our dimensions, several joined by dots, or 1 (an axis of size 1)
     part: TensorRange | None = None
     float32: bool = False  # always written in float32
 
     @property
     def dims(self) -> list[str]:
         """The dimensions of all axes."""
-        return self.axes.replace(".", " ").split()
+        return [dim for axis in self._axes() for dim in axis]
 
     def shape(self, ours: Sizes) -> tuple[int, ...]:
         """Return the tensor's shape for the sizes of our dimensions."""
@@ -74,7 +74,11 @@ class Tensor:
         for own, there in self._pieces(index):
             read = {dim: range(sizes[dim]) for dim in self.dims}
             rows = []
-            for first, *rest in self._axes():
+            for axis in self._axes():
+                if not axis:
+                    rows.append(slice(0, 1))
+                    continue
+                first, *rest = axis
                 read[first] = range(there[first].start, there[first][-1] + 1)
                 inner = math.prod(sizes[dim] for dim in rest)
                 rows.append(slice(read[first].start * inner, read[first].stop * inner))
@@ -95,7 +99,7 @@ class Tensor:
             )
 
     def _axes(self) -> list[list[str]]:
-        return [axis.split(".") for axis in self.axes.split()]
+        return [[] if axis == "1" else axis.split(".") for axis in self.axes.split()]
 
     def _sizes(self, ours: Sizes) -> dict[str, int]:
         """Return the sizes of the tensor's dimensions."""

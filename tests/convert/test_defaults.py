@@ -13,7 +13,8 @@ from moe_jax.convert.source import ORIGIN, longest_sequence, model_in
 from tests.convert.golden import GOLDEN, NAMES, changed
 
 HEADS = 64
-# transformers 5.23: rope_theta, num_key_value_heads (latents have none), max_position_embeddings
+# transformers 5.23, and 5.24 from dots1 on: rope_theta, num_key_value_heads (latents have none),
+# max_position_embeddings
 DEFAULTS = {
     "mixtral": (1e6, 8, 131_072),
     "llama": (1e4, HEADS, 2048),
@@ -24,6 +25,10 @@ DEFAULTS = {
     "deepseek_v3": (1e4, HEADS, 4096),
     "deepseek_v2": (1e4, HEADS, 2048),
     "gpt_oss": (150_000, 8, 131_072),
+    "dots1": (1e4, 32, 2048),
+    "glm4_moe": (1e4, 8, 131_072),
+    "minimax_m2": (5e6, 8, 196_608),
+    "ernie4_5_moe": (5e5, 4, 131_072),
 }
 
 

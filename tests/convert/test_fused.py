@@ -14,7 +14,7 @@ from moe_jax.convert.hf_config import ConvertError
 from moe_jax.convert.source import open_model
 from tests.convert.golden import GOLDEN, changed, model_of, read
 
-FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "deepseek_v3", "deepseek_v2"]
+FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "deepseek_v3", "deepseek_v2", "minimax_m2", "ernie4_5_moe"]
 _EXPERT = re.compile(r"(.*\.)(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
 _PART = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
@@ -33,7 +33,8 @@ def fuse(name: str, folder: Path) -> Path:
             parts = experts.setdefault(match[1], {})
             parts.setdefault(_PART.get(match[3], match[3]), []).append(tensors[each])
         else:
-            whole[each.replace("block_sparse_moe.", "mlp.")] = tensors[each]
+            newer = each.replace("block_sparse_moe.", "mlp.").replace("mlp.moe_statics", "mlp.gate.moe_statics")
+            whole[newer] = tensors[each]
     for prefix, parts in experts.items():
         gate, up, down = (np.stack(parts[part]) for part in ("gate_proj", "up_proj", "down_proj"))
         whole[f"{prefix}mlp.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)

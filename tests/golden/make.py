@@ -47,6 +47,18 @@ DEEPSEEK = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
 }
+BIASED_ROUTER = {
+    **SHARED,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 12,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": (
@@ -135,6 +147,41 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
             "sliding_window": 4,
             "rope_parameters": YARN | {"truncate": False},
+        },
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        BIASED_ROUTER
+        | {
+            "head_dim": 12,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "dots1": ("Dots1", BIASED_ROUTER | {"head_dim": 8, "norm_topk_prob": True, "sliding_window": None}),
+    "minimax_m2": (
+        "MiniMaxM2",
+        SHARED
+        | {
+            "head_dim": 16,
+            "intermediate_size": 12,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "rotary_dim": 8,
+        },
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        SHARED
+        | {
+            "intermediate_size": 40,
+            "moe_intermediate_size": 12,
+            "moe_num_experts": 8,
+            "moe_k": 3,
+            "moe_num_shared_experts": 2,
+            "moe_layer_end_index": 1,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 500_000.0, "factor": 2.0},
         },
     ),
 }

@@ -64,7 +64,10 @@ LATENT = dataclasses.replace(
 MODELS = {
     "grouped": MODEL,
     "windows-and-no-rope": dataclasses.replace(
-        MODEL, qk_norm_over="projection", attention=AttentionConfig(sliding_window=3, full_every=3, nope_every=2)
+        MODEL,
+        qk_norm_over="projection",
+        partial_rotary_factor=0.5,
+        attention=AttentionConfig(sliding_window=3, full_every=3, nope_every=2),
     ),
     "sinks-and-biases": dataclasses.replace(
         MODEL,

@@ -19,7 +19,7 @@ class Published(NamedTuple):
     total: int | str
     active: int | str | None = None
     input_embedding_active: bool = True  # whether the active parameters have the embedding of the input among them
-    elsewhere: int = 0  # of the total, what is no part of the language model
+    elsewhere: int = 0  # of the total, what the config leaves out
 
 
 # Totals of safetensors are those that the models' pages at huggingface.co give as "model size", to the parameter.
@@ -40,6 +40,12 @@ PUBLISHED = {
     "gpt_oss_20b": Published(
         "safetensors; model card, table 1: 3.61B", 20_914_757_184, "3.61", input_embedding_active=False
     ),
+    # with the block that predicts one more token, a copy of the embedding and of the head in it
+    "glm_4_5": Published("safetensors: 358B; report: 32B", "358", "32", False, elsewhere=5_539_962_272),
+    "glm_4_5_air": Published("safetensors; report: 12B", 110_468_824_832, "12", False, elsewhere=3_616_573_568),
+    # with a scale for each block of 128 x 128 numbers in 8 bits
+    "minimax_m2": Published("safetensors; model card: 10B", 228_703_644_928, "10", False, elsewhere=13_880_064),
+    "ernie_4_5_21b_a3b": Published("model card: 21B, 3B", "21", "3"),
     "gpt_oss_120b": Published(
         "safetensors; model card, table 1: 5.13B", 116_829_156_672, "5.13", input_embedding_active=False
     ),

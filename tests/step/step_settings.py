@@ -80,7 +80,7 @@ FACTORS: dict[str, dict[str, str]] = {
         "model.latent.qk_nope_head_dim=4 model.latent.qk_rope_head_dim=2 model.latent.v_head_dim=3",
         "sinks": "model.attention.sinks=true model.attention.sliding_window=3 model.attention.full_every=2 "
         "model.attention.bias=true",
-        "normed": "model.qk_norm=true model.attention.nope_every=2",
+        "normed": "model.qk_norm=true model.attention.nope_every=2 model.partial_rotary_factor=0.5",
     },
     "zero": {"zero0": "", "zero1": "optimizer.zero=1", "zero2": "optimizer.zero=2"},
     "products": {"whole_products": "", "fp8_products": "model.moe.expert_matmuls=fp8"},

@@ -21,6 +21,7 @@ FORMS: dict[str, dict] = {
         "num_layers": 3,
         "qk_norm": True,
         "qk_norm_over": "projection",
+        "partial_rotary_factor": 0.5,
     },
     "scaled-rotary-latents": {
         "latent": dataclasses.replace(LATENT, rms_norm_eps=1e-3),

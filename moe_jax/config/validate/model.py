@@ -36,6 +36,12 @@ def _check_heads(model: ModelConfig) -> None:
         raise ConfigError(
             f"a head width of {model.head_width} is odd, and rotary embedding turns pairs: set an even model.head_dim"
         )
+    if model.rotary_width % 2 or model.rotary_width == 0:
+        raise ConfigError(
+            f"model.partial_rotary_factor={model.partial_rotary_factor} rotates {model.rotary_width} of a head's "
+            f"{model.head_width} features, and rotary embedding turns pairs: use a factor that rotates an even "
+            "number, 2 or more"
+        )
     if model.num_attention_heads % model.kv_heads:
         raise ConfigError(
             f"model.num_key_value_heads={model.num_key_value_heads} does not divide "
@@ -54,11 +60,12 @@ def _check_latents(model: ModelConfig) -> None:
     for name, value, unset in (
         ("num_key_value_heads", model.num_key_value_heads, None),
         ("head_dim", model.head_dim, None),
+        ("partial_rotary_factor", model.partial_rotary_factor, 1.0),
         ("qk_norm", model.qk_norm, False),
         ("attention.bias", model.attention.bias, False),
     ):
         if value != unset:
-            cure = "null" if unset is None else "false"
+            cure = "null" if unset is None else str(unset).lower()
             raise ConfigError(
                 f"model.{name}={value} is not for latent attention ({rank}): set model.{name}={cure}, "
                 "or model.latent.kv_lora_rank=null"

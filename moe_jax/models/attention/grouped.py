@@ -95,8 +95,16 @@ def _project(
     if model.qk_norm:
         query, key = _NORMS[model.qk_norm_over](query, key, params, model)
     if view.rope:
-        query, key = (rotate(x, position_BN, model) for x in (query, key))
+        query, key = (_rotate(x, position_BN, model) for x in (query, key))
     return query, key, value
+
+
+def _rotate(x_BNHK: jax.Array, position_BN: Int[Array, "B N"], model: ModelConfig) -> jax.Array:
+    """Rotate the first features of each head, or all of them."""
+    width = model.rotary_width
+    if width == x_BNHK.shape[-1]:
+        return rotate(x_BNHK, position_BN, model)
+    return jnp.concatenate([rotate(x_BNHK[..., :width], position_BN, model), x_BNHK[..., width:]], axis=-1)
 
 
 def _norm_heads(query: jax.Array, key: jax.Array, params: Any, model: ModelConfig) -> tuple[jax.Array, jax.Array]:

@@ -1,0 +1,80 @@
+"""What a family cannot express is refused in one line that names it."""
+
+import json
+
+import pytest
+
+from moe_jax.convert.families import FAMILIES, family_of
+from moe_jax.convert.hf_config import ConvertError, HfConfig
+from tests.convert.golden import GOLDEN
+
+_AS_WINDOWS = "sliding_window=8 is not supported: it must be null, or max_window_layers=1 at least num_hidden_layers=2"
+_AS_BLOCKS = (
+    "moe_layer_end_index=0 is not supported: dense blocks must be the lowest ones, and above them all but every n-th"
+)
+_WINDOWS = ["full_attention", "sliding_attention"]
+REFUSED = [
+    ("glm4_moe", "scoring_func", "softmax", 'scoring_func="softmax" is not supported: it must be "sigmoid"'),
+    ("glm4_moe", "topk_method", "greedy", 'topk_method="greedy" is not supported: it must be "noaux_tc"'),
+    ("glm4_moe", "hidden_act", "gelu", 'hidden_act="gelu" is not supported: it must be "silu"'),
+    ("dots1", "max_window_layers", 1, _AS_WINDOWS),
+    ("dots1", "layer_types", _WINDOWS, "layer_types is not supported: all must be full_attention"),
+    ("minimax_m2", "qk_norm_type", "per_head", 'qk_norm_type="per_head" is not supported: it must be "per_layer"'),
+    ("minimax_m2", "use_qk_norm", False, "use_qk_norm=false is not supported: it must be true"),
+    ("minimax_m2", "use_routing_bias", False, "use_routing_bias=false is not supported: it must be true"),
+    ("minimax_m2", "shared_intermediate_size", 64, "shared_intermediate_size=64 is not supported: it must be 0"),
+    ("minimax_m2", "attn_type_list", [1, 0], "attn_type_list has 0, which is not supported: all must be 1"),
+    ("ernie4_5_moe", "use_bias", True, "use_bias=true is not supported: it must be false"),
+    ("ernie4_5_moe", "moe_norm_min", 0.1, "moe_norm_min=0.1 is not supported: it must be at most 1e-06"),
+    ("ernie4_5_moe", "moe_layer_end_index", 0, _AS_BLOCKS),
+    ("ernie4_5_moe", "partial_rotary_factor", 0.5, "partial_rotary_factor=0.5 is not supported: it must be 1.0"),
+]
+
+
+def settings_of(family: str, **others: object) -> HfConfig:
+    return HfConfig(json.loads((GOLDEN / family / "config.json").read_text()) | others, "config.json")
+
+
+@pytest.mark.parametrize(("family", "name", "value", "message"), REFUSED)
+def test_a_setting_that_is_not_built_is_refused_by_name(family, name, value, message):
+    others = {"sliding_window": 8, "layer_types": None} if name == "max_window_layers" else {}
+    with pytest.raises(ConvertError) as refusal:
+        FAMILIES[family].model(settings_of(family, **others, **{name: value}))
+    assert str(refusal.value) == f"config.json: {message}"
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su", "mrope"])
+def test_rotations_that_are_not_built_are_refused_by_name(kind):
+    for section in ("rope_scaling", "rope_parameters"):
+        others = {"rope_scaling": None, "rope_parameters": None, section: {"type": kind, "factor": 2.0}}
+        with pytest.raises(ConvertError) as refusal:
+            FAMILIES["glm4_moe"].model(settings_of("glm4_moe", **others))
+        assert str(refusal.value) == (
+            f'config.json: {section}: rope_type="{kind}" is not supported: it must be linear, llama3, yarn'
+        )
+
+
+def test_families_that_are_not_built_are_refused_with_the_reason():
+    with pytest.raises(ConvertError, match=r"model_type='phimoe' is not supported, since there is no sparsemixer"):
+        family_of(settings_of("mixtral", model_type="phimoe"))
+    with pytest.raises(ConvertError, match=r"model_type='new' is not supported: it must be mixtral, llama, "):
+        family_of(settings_of("mixtral", model_type="new"))
+
+
+def rotated(**others: object) -> float:
+    """The share of GLM-4.5's heads that is rotated, for other settings than those of the file."""
+    return FAMILIES["glm4_moe"].model(settings_of("glm4_moe", **others)).partial_rotary_factor
+
+
+def test_the_rotated_share_is_found_wherever_it_is_written():
+    """As in transformers: in the section, else at the top level, else the family's default."""
+    assert rotated() == 0.5
+    assert rotated(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.25}) == 0.25
+    assert rotated(rope_parameters=None) == 0.5
+    assert rotated(rope_parameters=None, partial_rotary_factor=0.25) == 0.25
+    assert rotated(rope_parameters=None, rope_scaling={"type": "linear", "factor": 2.0}) == 0.5
+    assert rotated(partial_rotary_factor=0.25) == 0.5
+    minimax = FAMILIES["minimax_m2"]
+    older = settings_of("minimax_m2", rope_parameters=None, rope_theta=5e6, rotary_dim=4)
+    assert minimax.model(older).partial_rotary_factor == 0.25
+    assert minimax.model(settings_of("minimax_m2", rope_parameters=None, rotary_dim=None)).partial_rotary_factor == 1
