@@ -59,8 +59,10 @@ def attention(p, x_ND, model: ModelConfig, block: int):
     out = p["out_bias"] if model.attention.bias and model.attention.out_bias else 0.0
     scaling = model.rope_scaling
     mscale = 1 + 0.1 * scaling.mscale_all_dim * math.log(scaling.factor)
+    multiplier = model.attention_multiplier
     for head, (q, k, v) in enumerate(heads):
-        score = jnp.where(visible(len(x_ND), model, block), q @ k.T * mscale**2 / math.sqrt(q.shape[-1]), -jnp.inf)
+        factor = 1 / math.sqrt(q.shape[-1]) if multiplier is None else multiplier
+        score = jnp.where(visible(len(x_ND), model, block), q @ k.T * mscale**2 * factor, -jnp.inf)
         if model.attention.sinks:
             score = jnp.concatenate([score, jnp.full((len(score), 1), p["sink"][head])], axis=-1)
         out += jax.nn.softmax(score)[:, : len(x_ND)] @ v @ p["out"][head]
@@ -298,24 +300,26 @@ def objective(
     sequence_B = np.arange(len(token_BN1)) if sequence_B is None else sequence_B
     length = token_BN1.shape[1] - 1
     place_T = (sequence_B[:, None] * length + np.arange(length)).ravel()
-    x = params["embedding"][token_BN1[:, :-1]]
+    x = model.embedding_multiplier * params["embedding"][token_BN1[:, :-1]]
+    added = model.residual_multiplier
     choices, z_losses, dropped, counts_ME = [], 0.0, [], np.zeros((0, 0), int)
     for block, p in enumerate(block_params(params, model)):
-        x = x + jax.vmap(lambda sequence, p=p, block=block: attention(p["attention"], sequence, model, block))(x)
+        y = jax.vmap(lambda sequence, p=p, block=block: attention(p["attention"], sequence, model, block))(x)
+        x = x + added * y
         h = norm(x, p["norm"], model.rms_norm_eps)
         if "mlp" in p:
-            x = x + mlp(p["mlp"], h)
+            x = x + added * mlp(p["mlp"], h)
             continue
         y, choice, z_loss, count_E, lost = moe_layer(
             *(p["moe"], h.reshape(-1, h.shape[-1]), model.moe, sources, len(x)),
             *(Draws(id_T, place_T, block, seed_and_step), buffer, tensor, context),
         )
-        x = x + y.reshape(x.shape)
+        x = x + added * y.reshape(x.shape)
         choices, z_losses, dropped = [*choices, choice], z_losses + z_loss, [*dropped, lost]
         counts_ME = np.vstack([counts_ME.reshape(-1, count_E.size), count_E])
     balances = load_balance(choices, counts_ME, model.moe, len(x)) if choices else 0.0
     head = params["embedding"].T if model.tie_word_embeddings else params["head"]
-    logits = norm(x, params["norm"], model.rms_norm_eps) @ head
+    logits = norm(x, params["norm"], model.rms_norm_eps) @ head / model.logits_scaling
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), token_BN1[:, 1:, None], axis=-1)
     cross_entropy = -picked.mean()
     z_loss = (jnp.log(jnp.exp(logits).sum(-1)) ** 2).mean()

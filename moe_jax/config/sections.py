@@ -232,6 +232,13 @@ class ModelConfig(HashedOnce):
     partial_rotary_factor: float = number(1.0, Range(0, 1, above=True))
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
     rms_norm_eps: float = number(1e-6, Range(0, 1, above=True))
+    # factors of Granite: on the rows of the embedding,
+    embedding_multiplier: float = number(1.0, Range(0, LARGE, above=True))
+    # on what attention, MLPs and experts add to the residual stream,
+    residual_multiplier: float = number(1.0, Range(0, LARGE, above=True))
+    # and on the products of queries and keys; null: 1 / √(features of a head)
+    attention_multiplier: float | None = number(None, Range(0, LARGE, above=True))
+    logits_scaling: float = number(1.0, Range(0, LARGE, above=True))  # the head's logits are divided by this
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     latent: LatentConfig = field(default_factory=LatentConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)

@@ -13,6 +13,7 @@ from moe_jax.convert import (
     ernie4_5_moe,
     glm4_moe,
     gpt_oss,
+    granitemoe,
     llama,
     minimax_m2,
     mixtral,
@@ -26,7 +27,7 @@ from moe_jax.convert.hf_config import ConvertError, HfConfig
 
 _MODULES = (
     *(mixtral, llama, qwen3, qwen3_moe, olmoe, qwen2_moe, deepseek_v3, deepseek_v2, gpt_oss),
-    *(dots1, glm4_moe, minimax_m2, ernie4_5_moe),
+    *(dots1, glm4_moe, minimax_m2, ernie4_5_moe, granitemoe),
 )
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 _BY_TYPE = FAMILIES | {name: family for family in FAMILIES.values() for name in family.aliases}
@@ -105,6 +106,7 @@ def _effective_settings(model: ModelConfig) -> dict[str, Any]:
     """Return a model's settings by name: defaults are resolved, and settings without effect are `_UNUSED`."""
     found = _flat(model, "")
     found |= {"num_key_value_heads": model.kv_heads, "head_dim": model.head_width}
+    found["attention_multiplier"] = model.attention_multiplier or model.qk_width**-0.5
     if model.has_latents:
         found["latent.rms_norm_eps"] = model.latent.rms_norm_eps or model.rms_norm_eps
         unused = {"num_key_value_heads", "head_dim", "partial_rotary_factor"}

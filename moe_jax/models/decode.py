@@ -15,9 +15,9 @@ from moe_jax.models import moe as moe_layer
 from moe_jax.models.attention import attend_next, kind_of
 from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.models.head import unembed
-from moe_jax.models.layers import mlp, rms_norm
+from moe_jax.models.layers import mlp, rms_norm, scaled
 from moe_jax.models.parameters import block_params
-from moe_jax.models.transformer import ComputeConfig
+from moe_jax.models.transformer import ComputeConfig, embed
 
 Cache = list[Any]  # one entry per block
 
@@ -67,7 +67,7 @@ def _next_logits(
     compute: ComputeConfig,
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Return the logits of the token after `token_B`, which is at `position`, and the updated cache."""
-    x_B1D = jnp.take(params["embedding"], token_B[:, None], axis=0).astype(compute.dtype)
+    x_B1D = embed(params["embedding"], token_B[:, None], model, compute)
     updated: Cache = []
     router_inputs = RouterInputs(token_B, jnp.full_like(token_B, position), None, jnp.int32(0))
     for number, (block, view, block_cache) in enumerate(zip(blocks, model.views, cache, strict=True)):
@@ -75,7 +75,8 @@ def _next_logits(
         updated.append(block_cache)
         x_B1D += y_B1D
         h_BD = rms_norm(x_B1D, block["norm"], model.rms_norm_eps)[:, 0]
-        x_B1D += _feed_forward(block, h_BD, model, compute, router_inputs.above(number))[:, None]
+        y_BD = _feed_forward(block, h_BD, model, compute, router_inputs.above(number))
+        x_B1D += scaled(y_BD, model.residual_multiplier)[:, None]
     return unembed(params, x_B1D, model)[:, 0], updated
 
 

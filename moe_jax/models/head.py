@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.config import ModelConfig
 from moe_jax.config.loss_chunks import tokens_of_chunk
-from moe_jax.models.layers import rms_norm, wide_matmul
+from moe_jax.models.layers import rms_norm, scaled, wide_matmul
 from moe_jax.parallel.trees import Tree
 
 _SCOPE = "cross_entropy"
@@ -49,7 +49,7 @@ class HeadLoss(NamedTuple):
 
 def unembed(params: Tree, x_BnD: Float[Array, "B n D"], model: ModelConfig) -> Float[Array, "B n V"]:
     """Return logits in float32."""
-    return wide_matmul(rms_norm(x_BnD, params["norm"], model.rms_norm_eps), _matrix(params, model))
+    return wide_matmul(_features(params, x_BnD, model), _matrix(params, model))
 
 
 def head_loss(
@@ -61,7 +61,7 @@ def head_loss(
     z_loss_multiplier: float,
 ) -> HeadLoss:
     """Return the loss of all tokens. `loss_chunk` and `z_loss_multiplier` are the settings of the config."""
-    h_TD = rms_norm(x_BnD, params["norm"], model.rms_norm_eps).reshape(-1, model.hidden_size)
+    h_TD = _features(params, x_BnD, model).reshape(-1, model.hidden_size)
     matrix = _matrix(params, model)
     chunk = tokens_of_chunk(target_Bn.size, model.vocab_size, loss_chunk)
     if chunk == target_Bn.size:
@@ -72,6 +72,11 @@ def head_loss(
     target_Kc = jnp.pad(target_Bn.ravel(), (0, padding), constant_values=_NO_TOKEN).reshape(-1, chunk)
     with jax.named_scope(_SCOPE):
         return _by_chunks(z_loss_multiplier, h_KcD, matrix, target_Kc)
+
+
+def _features(params: Tree, x_BnD: Float[Array, "B n D"], model: ModelConfig) -> Float[Array, "B n D"]:
+    """Return the normed features of tokens, divided by the divisor of the logits."""
+    return scaled(rms_norm(x_BnD, params["norm"], model.rms_norm_eps), 1 / model.logits_scaling)
 
 
 def _matrix(params: Tree, model: ModelConfig) -> Float[Array, "D V"]:

@@ -19,6 +19,11 @@ def rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"], eps: float) ->
     return (wide * inverse_rms * scale).astype(x.dtype)
 
 
+def scaled(x: jax.Array, factor: float) -> jax.Array:
+    """Return x · factor in the precision of x; a factor of 1 costs nothing."""
+    return x if factor == 1 else x * factor
+
+
 def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
     """Return x @ w in the precision of x."""
     return x @ w.astype(x.dtype)

@@ -37,7 +37,8 @@ def rotate(
 def logit_scale(model: ModelConfig) -> float:
     """Return the factor of the products of query and key (DeepSeek-V3 2024, section 4.3, in its published code)."""
     scaling = model.rope_scaling
-    return model.qk_width**-0.5 * (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1) ** 2
+    plain = model.attention_multiplier or model.qk_width**-0.5
+    return plain * (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1) ** 2
 
 
 def _linear(frequency: Pairs, theta: float, scaling: RopeScalingConfig) -> Pairs:

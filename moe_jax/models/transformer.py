@@ -36,7 +36,7 @@ from moe_jax.models.gates import gate_of
 from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct, product_name, product_of
 from moe_jax.models.hooks import hooks_of
-from moe_jax.models.layers import mlp, rms_norm
+from moe_jax.models.layers import mlp, rms_norm, scaled
 from moe_jax.models.moe import RouterContext, RouterStats, run_experts
 from moe_jax.parallel.all_to_all import BY_NODE, check_exchange
 from moe_jax.parallel.mesh import Axes, Axis, expert_axis
@@ -175,7 +175,7 @@ def attend_and_route(
     context = context._replace(inputs=context.inputs and context.inputs.flat())
     routed = moe_layer.route(params["moe"], h_TD, model.moe, compute.ep_size(), context, len(x_BND), ragged)
     for shared in moe_layer.shared_experts(params["moe"]):
-        x_BND = x_BND + _sharded_mlp(shared, h_BND)
+        x_BND = x_BND + _sharded_mlp(shared, h_BND, model)
     return Routed(x_BND, *routed)
 
 
@@ -187,7 +187,8 @@ def rejoin(
     ragged: bool = False,
 ) -> Float[Array, "B N D"]:
     """Return the residual stream with what the experts returned."""
-    return x_BND + moe_layer.unpermute(returned, metadata, model.moe, ragged).reshape(x_BND.shape)
+    y_TD = moe_layer.unpermute(returned, metadata, model.moe, ragged)
+    return x_BND + scaled(y_TD, model.residual_multiplier).reshape(x_BND.shape)
 
 
 def dense_block(
@@ -195,12 +196,12 @@ def dense_block(
 ) -> Float[Array, "B N D"]:
     """Run one block without experts."""
     x_BND = x_BND + attend(params["attention"], x_BND, model, view, impl)
-    return x_BND + _sharded_mlp(params["mlp"], rms_norm(x_BND, params["norm"], model.rms_norm_eps))
+    return x_BND + _sharded_mlp(params["mlp"], rms_norm(x_BND, params["norm"], model.rms_norm_eps), model)
 
 
-def _sharded_mlp(params: Any, h_BND: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
-    """Run an MLP whose hidden width is sharded over tensor ranks."""
-    return tp_reduce_scatter(mlp(params, tp_all_gather(h_BND, 1)), 1)
+def _sharded_mlp(params: Any, h_BND: Float[Array, "B N D"], model: ModelConfig) -> Float[Array, "B N D"]:
+    """Return what an MLP adds to the residual stream. Its hidden width is sharded over tensor ranks."""
+    return scaled(tp_reduce_scatter(mlp(params, tp_all_gather(h_BND, 1)), 1), model.residual_multiplier)
 
 
 def block(
@@ -223,10 +224,12 @@ def block(
     return rejoin(routed.x_BND, returned, routed.metadata, model), routed.stats
 
 
-def embed(embedding: Float[Array, "V D"], token_BN: Int[Array, "B N"], compute: ComputeConfig) -> Float[Array, "B N D"]:
-    """Return the rows of the embedding for the tokens."""
+def embed(
+    embedding: Float[Array, "V D"], token_BN: Int[Array, "B N"], model: ModelConfig, compute: ComputeConfig
+) -> Float[Array, "B N D"]:
+    """Return the rows of the embedding for the tokens, times their multiplier."""
     # cast after the lookup: the gradient of a frequent token is a long sum, which bfloat16 would lose
-    return jnp.take(embedding, token_BN, axis=0).astype(compute.dtype)
+    return scaled(jnp.take(embedding, token_BN, axis=0), model.embedding_multiplier).astype(compute.dtype)
 
 
 def forward(
@@ -241,7 +244,7 @@ def forward(
 
     Statistics have a leading dimension M; they are None if no block has experts.
     """
-    x_BND = embed(params["embedding"], token_BN, compute)
+    x_BND = embed(params["embedding"], token_BN, model, compute)
     stats, below, moe_below = [], 0, 0
     for number, segment in enumerate(segments(model)):
         own = router_inputs and router_inputs.above(below)

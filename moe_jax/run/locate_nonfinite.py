@@ -120,7 +120,7 @@ def _wrong_outputs(params: Params, inputs: StepInputs, context: StepContext) -> 
 
         return jax.lax.scan(period, x_bND, jnp.arange(segment.repeats))
 
-    x_bND = embed(params["embedding"], local_tokens(inputs.token_BN1)[0], compute)
+    x_bND = embed(params["embedding"], local_tokens(inputs.token_BN1)[0], model, compute)
     found, below, moe_below = [_is_wrong(x_bND)[None]], 0, 0
     for number, segment in enumerate(segments(model)):
         x_bND, wrong = through(number, segment, x_bND, below, moe_below)

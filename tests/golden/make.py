@@ -171,6 +171,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rotary_dim": 8,
         },
     ),
+    "granitemoe": (
+        "GraniteMoe",
+        SHARED
+        | {
+            "intermediate_size": 12,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "tie_word_embeddings": True,
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 3.0,
+        },
+    ),
     "ernie4_5_moe": (
         "Ernie4_5_Moe",
         SHARED

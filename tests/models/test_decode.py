@@ -76,6 +76,9 @@ MODELS = {
         activation="clipped_swiglu",
         moe=dataclasses.replace(MODEL.moe, shared_gate=True),
     ),
+    "multipliers": dataclasses.replace(
+        MODEL, embedding_multiplier=3.0, residual_multiplier=0.5, attention_multiplier=0.3, logits_scaling=1.5
+    ),
     "latents": dataclasses.replace(
         LATENT,
         rope_scaling=RopeScalingConfig(

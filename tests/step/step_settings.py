@@ -100,7 +100,9 @@ FACTORS: dict[str, dict[str, str]] = {
     "parts": {"one_part": "", "two_parts": "train.grad_accumulation=2"},
     "mlps": {
         "swiglu": "",
-        "gelu": "model.activation=gelu model.tie_word_embeddings=true model.moe.num_shared_experts=1",
+        "gelu": "model.activation=gelu model.tie_word_embeddings=true model.moe.num_shared_experts=1 "
+        "model.embedding_multiplier=3 model.residual_multiplier=0.5 model.attention_multiplier=0.3 "
+        "model.logits_scaling=1.5",
         "clipped": "model.activation=clipped_swiglu model.moe.bias=true model.moe.dense_residual=true",
     },
     "balance": {

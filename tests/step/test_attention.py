@@ -38,6 +38,10 @@ FORMS: dict[str, dict] = {
     "sinks-and-biases": {
         "attention": AttentionConfig(bias=True, sinks=True, sliding_window=5, out_bias=False),
         "activation": "clipped_swiglu",
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 1.5,
     },
 }
 IN_TILES = ("latents-sinks-window",)  # which longer sequences have on their own

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.config import AttentionView, ModelConfig
 from moe_jax.models.attention import grouped, latent
 from moe_jax.models.attention.core import AttentionImpl
-from moe_jax.models.layers import rms_norm
+from moe_jax.models.layers import rms_norm, scaled
 from moe_jax.parallel.tensor_axis import tp_reduce_scatter
 
 
@@ -52,7 +52,7 @@ def attend(
     h_BnD = rms_norm(x_BnD, params["norm"], model.rms_norm_eps)
     out_BNHV = kind_of(model).heads(params, h_BnD, model, view, impl, document_BN)
     y_BnD = tp_reduce_scatter(_project_output(params, out_BNHV), 1)
-    return y_BnD + params["out_bias"].astype(y_BnD.dtype) if "out_bias" in params else y_BnD
+    return _residual(params, y_BnD, model)
 
 
 def attend_next(
@@ -62,7 +62,14 @@ def attend_next(
     h_B1D = rms_norm(x_B1D, params["norm"], model.rms_norm_eps)
     out_B1HV, cache = kind_of(model).next_heads(params, h_B1D, cache, position, model, view)
     y_B1D = _project_output(params, out_B1HV)
-    return y_B1D + params["out_bias"].astype(y_B1D.dtype) if "out_bias" in params else y_B1D, cache
+    return _residual(params, y_B1D, model), cache
+
+
+def _residual(params: Any, y_BND: Float[Array, "B N D"], model: ModelConfig) -> Float[Array, "B N D"]:
+    """Return what attention adds to the residual stream, from the projected output of its heads."""
+    if "out_bias" in params:
+        y_BND = y_BND + params["out_bias"].astype(y_BND.dtype)
+    return scaled(y_BND, model.residual_multiplier)
 
 
 def _project_output(params: Any, out_BNHV: Float[Array, "B N H V"]) -> Float[Array, "B N D"]:

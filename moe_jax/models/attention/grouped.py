@@ -16,7 +16,7 @@ from moe_jax.models.attention.core import AttentionImpl, causal_mask, masked_att
 from moe_jax.models.attention.kernels import KERNELS
 from moe_jax.models.attention.over_context import FORMS
 from moe_jax.models.layers import rms_norm
-from moe_jax.models.rope import rotate
+from moe_jax.models.rope import logit_scale, rotate
 from moe_jax.parallel.context import context_ranks, own_positions
 from moe_jax.parallel.tensor_axis import tp_all_gather
 
@@ -39,7 +39,7 @@ def heads(
     positions = jnp.broadcast_to(own_positions(h_BND.shape[1]), h_BND.shape[:2])
     query, key, value = _project(params, h_BND, positions, model, view)
     with jax.named_scope("attention"):
-        scale = query.shape[-1] ** -0.5
+        scale = logit_scale(model)
         if context_ranks() > 1:
             form = FORMS[impl.context_form]
             return form(query, (key, value), (), params.get("sink"), document_BN, None, view.window, scale)
@@ -67,7 +67,7 @@ def next_heads(
         for old, new in zip(cache, (key, value), strict=True)
     )
     mask_NS = causal_mask(position[None], jnp.arange(keys.shape[1]), view.window)
-    return _attend_to_cache(params, query, keys, values, mask_NS), (keys, values)
+    return _attend_to_cache(params, query, keys, values, mask_NS, logit_scale(model)), (keys, values)
 
 
 def _attend_to_cache(
@@ -76,10 +76,11 @@ def _attend_to_cache(
     key: Float[Array, "B S G K"],
     value: Float[Array, "B S G K"],
     mask_NS: Bool[Array, "N S"],
+    scale: float,
 ) -> Float[Array, "B N H K"]:
     if "sink" in params:
-        return masked_attention(query, key, value, mask_NS, query.shape[-1] ** -0.5, params["sink"])
-    return jax.nn.dot_product_attention(query, key, value, mask=mask_NS[None, None])
+        return masked_attention(query, key, value, mask_NS, scale, params["sink"])
+    return jax.nn.dot_product_attention(query, key, value, mask=mask_NS[None, None], scale=scale)
 
 
 def _project(

@@ -6,6 +6,7 @@ b sequences of one microbatch on this device, N local tokens of each, D model wi
 import jax
 import jax.numpy as jnp
 
+from moe_jax.config import ModelConfig
 from moe_jax.models.head import LossTerms
 from moe_jax.models.transformer import ComputeConfig, embed
 from moe_jax.parallel.sequence_shards import OwnTokens
@@ -16,14 +17,16 @@ from moe_jax.step.scheduled.scan_residuals import BlockConsts
 from moe_jax.step.scheduled.step_dims import StepDims
 
 
-def embedded(params: Tree, tokens: OwnTokens, compute: ComputeConfig) -> jax.Array:
+def embedded(params: Tree, tokens: OwnTokens, model: ModelConfig, compute: ComputeConfig) -> jax.Array:
     """Return the residual stream before the lowest block."""
-    return embed(params["embedding"], tokens.input_Bn, compute)
+    return embed(params["embedding"], tokens.input_Bn, model, compute)
 
 
-def embedding_gradient(params: Tree, tokens: OwnTokens, dx_bND: jax.Array, compute: ComputeConfig) -> jax.Array:
+def embedding_gradient(
+    params: Tree, tokens: OwnTokens, dx_bND: jax.Array, model: ModelConfig, compute: ComputeConfig
+) -> jax.Array:
     """Return the gradient of the embedding from its use as the input layer."""
-    _, pullback = jax.vjp(lambda embedding: embed(embedding, tokens.input_Bn, compute), params["embedding"])
+    _, pullback = jax.vjp(lambda embedding: embed(embedding, tokens.input_Bn, model, compute), params["embedding"])
     return pullback(dx_bND)[0]
 
 

@@ -202,7 +202,7 @@ class PipelineStage:
     # passes
 
     def _embed(self, state: State, work: TickPass) -> State:
-        x_bND = embedded(self.params, self._tokens(work), self.compute)
+        x_bND = embedded(self.params, self._tokens(work), self._model, self.compute)
         return state._replace(activations=put(state.activations, x_bND, work.received))
 
     def _forward(self, number: int, state: State, work: TickPass, save: bool) -> State:
@@ -274,7 +274,7 @@ class PipelineStage:
         return self._with_gradients(state, work, number, chunk.weight_gradients(consts, residuals, reused, buffered))
 
     def _embed_back(self, state: State, work: TickPass) -> State:
-        grad = embedding_gradient(self.params, self._tokens(work), state.dx_bND, self.compute)
+        grad = embedding_gradient(self.params, self._tokens(work), state.dx_bND, self._model, self.compute)
         return state._replace(grads=state.grads | {"embedding": state.grads["embedding"] + grad})
 
     # inputs and outputs of passes

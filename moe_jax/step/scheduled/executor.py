@@ -99,7 +99,9 @@ class Tasks:
 
     def _embed(self, action: Action) -> None:
         for r in self.dims.microbatches_of(action):
-            look_up = partial(_look_up, tokens=self.tokens[r].input_Bn, compute=self.dims.compute)
+            look_up = partial(
+                _look_up, tokens=self.tokens[r].input_Bn, model=self.dims.config.model, compute=self.dims.compute
+            )
             self.x[r] = self._differentiate(("embed", action.block, r), look_up, self.ends["embedding"], ())
 
     def add_combine_to_residual(self, r: int, consumer: int) -> None:
@@ -370,8 +372,8 @@ class Tasks:
         self.grads[owner] = gradient if so_far is None else jax.tree.map(jnp.add, so_far, gradient)
 
 
-def _look_up(embedding: jax.Array, _: Tree, tokens: jax.Array, compute: ComputeConfig) -> jax.Array:
-    return embed(embedding, tokens, compute)
+def _look_up(embedding: jax.Array, _: Tree, tokens: jax.Array, model: ModelConfig, compute: ComputeConfig) -> jax.Array:
+    return embed(embedding, tokens, model, compute)
 
 
 def _sent(flow: Flow, p: int) -> Piece:
