@@ -40,9 +40,9 @@ from moe_jax.parallel.mesh import expert_axis, make_mesh
 from moe_jax.parallel.sharding import REPLICATED, partitions
 from moe_jax.plan.plan_text import size
 from moe_jax.run.export_tokenizer import special_tokens_of
+from moe_jax.run.generation import one_device_mesh
 from moe_jax.run.init_from import check_source, source_params
 from moe_jax.run.run_dir import check_folder
-from moe_jax.run.sample import one_device_mesh
 from moe_jax.telemetry.run_log import RunLog
 
 

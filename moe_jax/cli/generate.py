@@ -15,8 +15,9 @@ from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import CommandParser, run_command
 from moe_jax.models.stages import stored_shapes
 from moe_jax.parallel.sharding import REPLICATED
+from moe_jax.run.generation import one_device_mesh
 from moe_jax.run.model_tokenizer import tokenizer_of_run
-from moe_jax.run.sample import one_device_mesh, sample_text
+from moe_jax.run.sample import sample_text
 
 
 def main() -> None:

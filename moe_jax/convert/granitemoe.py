@@ -14,7 +14,7 @@ def _model(hf: HfConfig) -> ModelConfig:
         **shared_settings(hf),
         **grouped_heads(hf),
         attention=AttentionConfig(bias=hf.flag("attention_bias", False)),
-        **{name: hf.number(name, 1.0) for name in _FACTORS},
+        **_factors(hf),
         moe=MoEConfig(
             num_experts=hf.whole("num_local_experts", "num_experts"),
             **top_k_settings(hf, normalized=True),
@@ -22,6 +22,10 @@ def _model(hf: HfConfig) -> ModelConfig:
             capacity_factor=None,
         ),
     )
+
+
+def _factors(hf: HfConfig) -> dict[str, Any]:
+    return {name: hf.number(name, 1.0) for name in _FACTORS}
 
 
 def _settings(model: ModelConfig) -> dict[str, Any]:

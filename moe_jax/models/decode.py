@@ -1,10 +1,11 @@
-"""Text sampling, one token at a time, with cached keys and values or latents.
+"""Text sampling with cached keys and values or latents: the prompt at once, then one token after another.
 
-Runs inside `shard_map` over one device. B sequences, S tokens in the cache, D model width, V vocabulary.
+Runs inside `shard_map` over one device. B sequences of different lengths, N further tokens of each, K tokens of one
+call, S slots of the cache, D model width, V vocabulary, T = B·N.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,80 +13,129 @@ from jaxtyping import Array, Float, Int, Key
 
 from moe_jax.config import ModelConfig
 from moe_jax.models import moe as moe_layer
-from moe_jax.models.attention import attend_next, kind_of
+from moe_jax.models.attention import attend_cached, kind_of
 from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.models.head import unembed
 from moe_jax.models.layers import mlp, rms_norm, scaled
 from moe_jax.models.parameters import block_params
+from moe_jax.models.sampling import Sampling, draw
 from moe_jax.models.transformer import ComputeConfig, embed
 
 Cache = list[Any]  # one entry per block
 
+PREFILL_PIECE = 256  # tokens of each prompt that are processed at once
 
-def sample(
+
+class DecodeState(NamedTuple):
+    """The state of some sequences between two calls."""
+
+    cache: Cache  # of all tokens before the last one
+    token_B: Int[Array, " B"]  # the last token of each sequence
+    position_B: Int[Array, " B"]  # its position
+    key_B: Key[Array, " B"]  # each sequence's own key
+    drawn_B: Int[Array, " B"]  # tokens drawn for a sequence, which make the keys of its draws differ
+
+
+def prefill(
     params: Any,
-    prompt_BS: Int[Array, "B S"],
-    prompt_length: Int[Array, ""],
-    key: Key[Array, ""],
-    temperature: Float[Array, ""],
+    prompt_BN: Int[Array, "B N"],
+    length_B: Int[Array, " B"],
+    key_B: Key[Array, " B"],
+    drawn_B: Int[Array, " B"],
+    *,
+    slots: int,
     model: ModelConfig,
     compute: ComputeConfig,
-) -> Int[Array, "B S"]:
-    """Return the first `prompt_length` tokens of the prompt followed by sampled tokens, S in total.
+    sampling: Sampling,
+) -> DecodeState:
+    """Process the first `length_B` tokens of each prompt, and draw one token for each.
 
-    With temperature 0 the likeliest token is taken. No token is dropped, whatever capacity the model was trained with.
-    For gates whose experts choose tokens in training, a token gets its likeliest experts here, because the tokens that
-    it would be compared with do not exist yet.
+    The cache has `slots` slots, at least N. Above `PREFILL_PIECE`, N is a multiple of it: the memory of attention's
+    logits grows linearly with the length of a prompt. No token is dropped, whatever capacity the model was trained
+    with. For gates whose experts choose tokens in training, a token gets its likeliest experts here, because the tokens
+    that it would be compared with do not exist yet.
     """
+    model = _dropless(model)
+    batch = prompt_BN.shape[0]
+    cache: Cache = [kind_of(model).first_cache(model, batch, slots, compute.dtype) for _ in range(model.num_layers)]
+    piece = min(prompt_BN.shape[1], PREFILL_PIECE)
+
+    def extend(carry: tuple[Cache, jax.Array], number: jax.Array) -> tuple[tuple[Cache, jax.Array], None]:
+        cache, last_B1D = carry
+        token_Bn = jax.lax.dynamic_slice_in_dim(prompt_BN, number * piece, piece, axis=1)
+        x_BnD, cache = _extend(params, cache, token_Bn, jnp.full_like(length_B, number * piece), model, compute)
+        here_B11 = ((length_B - 1) // piece == number)[:, None, None]
+        ends_B1D = jnp.take_along_axis(x_BnD, ((length_B - 1) % piece)[:, None, None], axis=1)
+        return (cache, jnp.where(here_B11, ends_B1D, last_B1D)), None
+
+    # tokens after a prompt's own are hidden by causality, and their slots are filled again before a token sees them
+    first = cache, jnp.zeros((batch, 1, model.hidden_size), compute.dtype)
+    (cache, last_B1D), _ = jax.lax.scan(extend, first, jnp.arange(prompt_BN.shape[1] // piece))
+    return _drawn(params, last_B1D, DecodeState(cache, length_B, length_B, key_B, drawn_B), model, sampling)
+
+
+def decode(
+    params: Any, state: DecodeState, *, steps: int, model: ModelConfig, compute: ComputeConfig, sampling: Sampling
+) -> tuple[Int[Array, "B K"], DecodeState]:
+    """Draw K = `steps` further tokens for each sequence."""
+    model = _dropless(model)
+
+    def step(state: DecodeState, _: None) -> tuple[DecodeState, jax.Array]:
+        x_B1D, cache = _extend(params, state.cache, state.token_B[:, None], state.position_B, model, compute)
+        state = state._replace(cache=cache, position_B=state.position_B + 1)
+        state = _drawn(params, x_B1D, state, model, sampling)
+        return state, state.token_B
+
+    state, token_KB = jax.lax.scan(step, state, length=steps)
+    return token_KB.T, state
+
+
+def _dropless(model: ModelConfig) -> ModelConfig:
     overrides: dict[str, Any] = dict(model.moe.gate_facts.sampled_as)
     moe = dataclasses.replace(model.moe, **overrides)
-    model = dataclasses.replace(model, moe=dataclasses.replace(moe, capacity_factor=None, dispatcher="sort"))
-    batch, length = prompt_BS.shape
-    blocks = block_params(params, model)
-    cache: Cache = [kind_of(model).first_cache(model, batch, length, compute.dtype) for _ in blocks]
-
-    def step(carry: tuple[Cache, jax.Array], position: jax.Array) -> tuple[tuple[Cache, jax.Array], jax.Array]:
-        cache, sampled_B = carry
-        token_B = jnp.where(position < prompt_length, prompt_BS[:, position], sampled_B)
-        logit_BV, cache = _next_logits(params, blocks, cache, token_B, position, model, compute)
-        draw_B = jax.random.categorical(
-            jax.random.fold_in(key, position), logit_BV / jnp.maximum(temperature, 1e-6), axis=-1
-        )
-        return (cache, jnp.where(temperature > 0, draw_B, logit_BV.argmax(axis=-1)).astype(jnp.int32)), token_B
-
-    _, token_SB = jax.lax.scan(step, (cache, jnp.zeros(batch, jnp.int32)), jnp.arange(length))
-    return token_SB.T
+    return dataclasses.replace(model, moe=dataclasses.replace(moe, capacity_factor=None, dispatcher="sort"))
 
 
-def _next_logits(
+def _drawn(
+    params: Any, x_B1D: Float[Array, "B 1 D"], state: DecodeState, model: ModelConfig, sampling: Sampling
+) -> DecodeState:
+    """Return the state with the token that follows the residual stream of the last one."""
+    keys = jax.vmap(jax.random.fold_in)(state.key_B, state.drawn_B)
+    token_B = draw(unembed(params, x_B1D, model)[:, 0], keys, sampling)
+    return state._replace(token_B=token_B, drawn_B=state.drawn_B + 1)
+
+
+def _extend(
     params: Any,
-    blocks: list[Any],
     cache: Cache,
-    token_B: Int[Array, " B"],
-    position: Int[Array, ""],
+    token_BN: Int[Array, "B N"],
+    position_B: Int[Array, " B"],
     model: ModelConfig,
     compute: ComputeConfig,
-) -> tuple[Float[Array, "B V"], Cache]:
-    """Return the logits of the token after `token_B`, which is at `position`, and the updated cache."""
-    x_B1D = embed(params["embedding"], token_B[:, None], model, compute)
+) -> tuple[Float[Array, "B N D"], Cache]:
+    """Return the residual stream of further tokens, the first of which are at `position_B`, and the updated cache."""
+    x_BND = embed(params["embedding"], token_BN, model, compute)
     updated: Cache = []
-    router_inputs = RouterInputs(token_B, jnp.full_like(token_B, position), None, jnp.int32(0))
-    for number, (block, view, block_cache) in enumerate(zip(blocks, model.views, cache, strict=True)):
-        y_B1D, block_cache = attend_next(block["attention"], x_B1D, block_cache, position, model, view)
+    position_BN = position_B[:, None] + jnp.arange(token_BN.shape[1])
+    router_inputs = RouterInputs(token_BN, position_BN, None, jnp.int32(0)).flat()
+    for number, (block, view) in enumerate(zip(block_params(params, model), model.views, strict=True)):
+        y_BND, block_cache = attend_cached(block["attention"], x_BND, cache[number], position_B, model, view)
         updated.append(block_cache)
-        x_B1D += y_B1D
-        h_BD = rms_norm(x_B1D, block["norm"], model.rms_norm_eps)[:, 0]
-        y_BD = _feed_forward(block, h_BD, model, compute, router_inputs.above(number))
-        x_B1D += scaled(y_BD, model.residual_multiplier)[:, None]
-    return unembed(params, x_B1D, model)[:, 0], updated
+        x_BND += y_BND
+        h_BND = rms_norm(x_BND, block["norm"], model.rms_norm_eps)
+        y_BND = _feed_forward(block, h_BND, model, compute, router_inputs.above(number))
+        x_BND += scaled(y_BND, model.residual_multiplier)
+    return x_BND, updated
 
 
 def _feed_forward(
-    block: Any, h_BD: jax.Array, model: ModelConfig, compute: ComputeConfig, router_inputs: RouterInputs
-) -> jax.Array:
+    block: Any, h_BND: Float[Array, "B N D"], model: ModelConfig, compute: ComputeConfig, router_inputs: RouterInputs
+) -> Float[Array, "B N D"]:
     if "mlp" in block:
-        return mlp(block["mlp"], h_BD)
-    sent, metadata, _ = moe_layer.route(block["moe"], h_BD, model.moe, 1, moe_layer.RouterContext(router_inputs))
+        return mlp(block["mlp"], h_BND)
+    h_TD = h_BND.reshape(-1, model.hidden_size)
+    sent, metadata, _ = moe_layer.route(block["moe"], h_TD, model.moe, 1, moe_layer.RouterContext(router_inputs))
     returned = moe_layer.run_experts(block["moe"]["experts"], sent, model.moe, compute.product)
-    y_BD = moe_layer.unpermute(returned, metadata, model.moe)
-    return sum((mlp(shared, h_BD) for shared in moe_layer.shared_experts(block["moe"])), start=y_BD)
+    y_TD = moe_layer.unpermute(returned, metadata, model.moe)
+    y_TD = sum((mlp(shared, h_TD) for shared in moe_layer.shared_experts(block["moe"])), start=y_TD)
+    return y_TD.reshape(h_BND.shape)

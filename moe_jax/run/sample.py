@@ -1,32 +1,19 @@
 """Sampling of text from a trained model, on one device."""
 
-import dataclasses
-import functools
 import itertools
 import unicodedata
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_jax.config import Config, MeshConfig
-from moe_jax.config.layer_layout import Stages
+from moe_jax.config import Config
 from moe_jax.data.tokenizer import Tokenizer, load_tokenizer
 from moe_jax.errors import ConfigError
 from moe_jax.files.atomic import write_atomically
-from moe_jax.models.decode import sample
-from moe_jax.models.stages import in_order
-from moe_jax.models.transformer import ComputeConfig
-from moe_jax.parallel.mesh import found_devices, make_mesh
-from moe_jax.parallel.sharding import REPLICATED
-
-
-def one_device_mesh() -> jax.sharding.Mesh:
-    """A mesh of this process's first device; all axes have size 1."""
-    found_devices()
-    return make_mesh(MeshConfig(), jax.local_devices()[:1])
+from moe_jax.models.sampling import Sampling
+from moe_jax.run.generation import Decoder, Generation
 
 
 def sample_tokens(
@@ -34,26 +21,12 @@ def sample_tokens(
 ) -> NDArray[np.int32]:
     """Sample `count` tokens that follow a non-empty prompt.
 
-    `params` are on one device or on a mesh of this process, in the layout of the config's pipeline stages. The context
-    is at most `data.seq_len` tokens, as in training: longer text is sampled in windows, each of which begins with the
-    second half of the preceding one.
+    `params` are on one device or on a mesh of this process, in the layout of the config's pipeline stages.
     """
-    mesh, length = one_device_mesh(), config.data.seq_len
-    params = in_order(jax.device_put(params, jax.sharding.NamedSharding(mesh, REPLICATED)), Stages.of(config))
-    # the kernels of the run may not exist for this device, and its exchange may need several devices
-    train = dataclasses.replace(config.train, grouped_product="auto", attention_kernel="auto")
-    exchange = dataclasses.replace(config.exchange, algorithm="flat", ranks_per_node=None)
-    here = dataclasses.replace(config, train=train, exchange=exchange)
-    body = functools.partial(sample, model=config.model, compute=ComputeConfig.of(here, mesh))
-    window = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=REPLICATED, out_specs=REPLICATED, check_vma=False))
-    text = list(prompt)
-    while len(text) < len(prompt) + count:
-        known = min(len(text), max(1, length // 2)) if len(text) >= length else len(text)
-        padded = np.zeros((1, length), np.int32)
-        padded[0, :known] = text[-known:]
-        key = jax.random.fold_in(jax.random.key(seed), len(text))
-        text += np.asarray(window(params, padded, np.int32(known), key, np.float32(temperature)))[0, known:].tolist()
-    return np.array(text[len(prompt) : len(prompt) + count], np.int32)
+    generation = Generation.of(Decoder(config, params, Sampling(temperature)), [prompt.tolist()], count, seed)
+    while not generation.is_done:
+        generation.advance()
+    return np.array(generation.rows[0].new, np.int32)
 
 
 def sample_text(

@@ -1,7 +1,6 @@
 """Cached decoding against the whole forward pass, and causality of the latter."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +9,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from moe_jax.config import AttentionConfig, LatentConfig, MeshConfig, ModelConfig, MoEConfig, RopeScalingConfig
-from moe_jax.models.decode import sample
+from moe_jax.models import decode
 from moe_jax.models.head import unembed
+from moe_jax.models.sampling import Sampling
 from moe_jax.models.transformer import ComputeConfig, forward
 from moe_jax.parallel.mesh import make_mesh
 from tests.small import first_params
@@ -93,29 +93,47 @@ MODELS = {
 }
 
 
+def texts_of(params, prompt_BN, length_B, steps, model, sampling=Sampling(), key=0):  # noqa: B008 – a tuple
+    """The tokens after each prompt: [B, steps + 1]."""
+
+    def run(params, prompt_BN, length_B, key_B):
+        settings = {"model": model, "compute": COMPUTE, "sampling": sampling}
+        slots = prompt_BN.shape[1] + steps
+        state = decode.prefill(params, prompt_BN, length_B, key_B, jnp.zeros_like(length_B), slots=slots, **settings)
+        return jnp.concatenate([state.token_B[:, None], decode.decode(params, state, steps=steps, **settings)[0]], 1)
+
+    keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.key(key), row))(jnp.arange(len(prompt_BN)))
+    return np.asarray(on_one_device(run)(params, prompt_BN, np.array(length_B, np.int32), keys))
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_decoding_follows_the_forward_pass(name):
-    model = MODELS[name]
+def test_greedy_decoding_follows_the_forward_pass(name, monkeypatch):
+    """Also of prompts of different lengths, which are processed in pieces."""
+    monkeypatch.setattr(decode, "PREFILL_PIECE", 4)
+    model, lengths, steps = MODELS[name], (8, 3), 7
     params = jax.tree.map(lambda x: 3 * x, first_params(model))  # sharper, so that no two logits tie
-    prompt = np.zeros((2, 12), np.int32)
-    prompt[:, :4] = np.random.default_rng(0).integers(0, 32, (2, 4))
-    run = on_one_device(functools.partial(sample, model=model, compute=COMPUTE))
-    text = run(params, prompt, np.int32(4), jax.random.key(0), np.float32(0))
-    np.testing.assert_array_equal(text[:, :4], prompt[:, :4], err_msg="the prompt is kept")
-    best = logits_of(params, text, model).argmax(axis=-1)
-    np.testing.assert_array_equal(text[:, 4:], best[:, 3:-1], err_msg="each token is the likeliest after those before")
+    prompt = np.random.default_rng(0).integers(0, 32, (2, 8), np.int32)
+    new = texts_of(params, prompt, lengths, steps, model)
+    text = np.zeros((2, 8 + steps + 1), np.int32)
+    for own, before, after, length in zip(text, prompt, new, lengths, strict=True):
+        own[: length + steps + 1] = [*before[:length], *after]
+    best = np.asarray(logits_of(params, text, model)).argmax(axis=-1)
+    for row, length in enumerate(lengths):
+        expected = best[row, length - 1 : length + steps]
+        np.testing.assert_array_equal(new[row], expected, err_msg="each token is the likeliest after those before")
 
 
 def test_sampling_is_a_function_of_the_key_and_ignores_capacity():
-    """Several sequences begin alike, so that their tokens want the same experts."""
+    """Several sequences begin alike, so that their tokens want the same experts; each has a key of its own."""
     params = first_params(MODEL)
     tight = dataclasses.replace(MODEL, moe=dataclasses.replace(MODEL.moe, capacity_factor=0.1))
-    texts = []
-    for model, seed in ((MODEL, 0), (tight, 0), (MODEL, 1)):
-        run = on_one_device(functools.partial(sample, model=model, compute=COMPUTE))
-        texts.append(run(params, np.zeros((8, 16), np.int32), np.int32(1), jax.random.key(seed), np.float32(1)))
+    prompt, hot = np.zeros((8, 1), np.int32), Sampling(1.0)
+    texts = [
+        texts_of(params, prompt, [1] * 8, 14, model, hot, seed) for model, seed in ((MODEL, 0), (tight, 0), (MODEL, 1))
+    ]
     np.testing.assert_array_equal(texts[0], texts[1])
     assert (texts[0] != texts[2]).any()
+    assert len({tuple(text) for text in texts[0].tolist()}) == 8
 
 
 @pytest.mark.parametrize("name", ["grouped", "latents-sinks-window"])

@@ -17,8 +17,8 @@ from moe_jax.models.parameters import param_shapes
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.run import setup
+from moe_jax.run.generation import one_device_mesh
 from moe_jax.run.loop import train
-from moe_jax.run.sample import one_device_mesh
 from moe_jax.step.expert_placement import params_in_order
 from tests.run.test_resume import SMALL
 from tests.run.whole_runs import compiled_once, config_of

@@ -16,9 +16,9 @@ from moe_jax.errors import CheckpointError
 from moe_jax.models.parameters import param_shapes
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.rebalance.planner import num_copied
+from moe_jax.run.generation import one_device_mesh
 from moe_jax.run.loop import train
 from moe_jax.run.restore import restore_latest
-from moe_jax.run.sample import one_device_mesh
 from moe_jax.run.setup import open_run
 from moe_jax.step.expert_placement import first_placement, params_in_order
 from tests.run.test_migrating_run import MOE, ON, TINY, records

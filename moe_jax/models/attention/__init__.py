@@ -24,12 +24,13 @@ class AttentionKind(NamedTuple):
     # params, normed tokens [B, n, D], model, view, impl, documents [B, N] or None → output of each head [B, N, H, V]
     heads: Callable[..., jax.Array]
     first_cache: Callable[..., Any]  # model, batch, length, dtype → an empty cache
-    # params, one normed token [B, 1, D], cache, its position, model, view → outputs for it, and the updated cache
-    next_heads: Callable[..., tuple[jax.Array, Any]]
+    # params, further normed tokens [B, N, D], cache, positions of the first ones [B], model, view → outputs for them
+    # [B, N, H, V], and the updated cache
+    cached_heads: Callable[..., tuple[jax.Array, Any]]
 
 
-_GROUPED = AttentionKind(grouped.heads, grouped.first_cache, grouped.next_heads)
-_LATENT = AttentionKind(latent.heads, latent.first_cache, latent.next_heads)
+_GROUPED = AttentionKind(grouped.heads, grouped.first_cache, grouped.cached_heads)
+_LATENT = AttentionKind(latent.heads, latent.first_cache, latent.cached_heads)
 
 
 def kind_of(model: ModelConfig) -> AttentionKind:
@@ -55,14 +56,21 @@ def attend(
     return _residual(params, y_BnD, model)
 
 
-def attend_next(
-    params: Any, x_B1D: Float[Array, "B 1 D"], cache: Any, position: jax.Array, model: ModelConfig, view: AttentionView
-) -> tuple[Float[Array, "B 1 D"], Any]:
-    """Return the same for the token at `position`, and the updated cache. Runs on one tensor rank."""
-    h_B1D = rms_norm(x_B1D, params["norm"], model.rms_norm_eps)
-    out_B1HV, cache = kind_of(model).next_heads(params, h_B1D, cache, position, model, view)
-    y_B1D = _project_output(params, out_B1HV)
-    return _residual(params, y_B1D, model), cache
+def attend_cached(
+    params: Any,
+    x_BND: Float[Array, "B N D"],
+    cache: Any,
+    position_B: Int[Array, " B"],
+    model: ModelConfig,
+    view: AttentionView,
+) -> tuple[Float[Array, "B N D"], Any]:
+    """Return the same for N further tokens of each sequence, and the updated cache. Runs on one tensor rank.
+
+    The first of them are at `position_B`, and see the cached tokens before them.
+    """
+    h_BND = rms_norm(x_BND, params["norm"], model.rms_norm_eps)
+    out_BNHV, cache = kind_of(model).cached_heads(params, h_BND, cache, position_B, model, view)
+    return _residual(params, _project_output(params, out_BNHV), model), cache
 
 
 def _residual(params: Any, y_BND: Float[Array, "B N D"], model: ModelConfig) -> Float[Array, "B N D"]:

@@ -9,10 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from moe_jax.config import AttentionView, ModelConfig
-from moe_jax.models.attention.core import AttentionImpl, causal_mask, masked_attention
+from moe_jax.models.attention.cache import update_slots, visible_slots
+from moe_jax.models.attention.core import AttentionImpl, masked_attention
 from moe_jax.models.attention.kernels import KERNELS
 from moe_jax.models.attention.over_context import FORMS
 from moe_jax.models.layers import rms_norm
@@ -52,35 +53,23 @@ def first_cache(model: ModelConfig, batch: int, length: int, dtype: Any) -> Cach
     return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
 
 
-def next_heads(
+def cached_heads(
     params: Any,
-    h_B1D: Float[Array, "B 1 D"],
+    h_BND: Float[Array, "B N D"],
     cache: Cache,
-    position: Int[Array, ""],
+    position_B: Int[Array, " B"],
     model: ModelConfig,
     view: AttentionView,
-) -> tuple[Float[Array, "B 1 H K"], Cache]:
-    """Return the output of each head for one more token, and the updated cache."""
-    query, key, value = _project(params, h_B1D, jnp.full((h_B1D.shape[0], 1), position), model, view)
-    keys, values = (
-        jax.lax.dynamic_update_slice_in_dim(old, new, position, axis=1)
-        for old, new in zip(cache, (key, value), strict=True)
-    )
-    mask_NS = causal_mask(position[None], jnp.arange(keys.shape[1]), view.window)
-    return _attend_to_cache(params, query, keys, values, mask_NS, logit_scale(model)), (keys, values)
-
-
-def _attend_to_cache(
-    params: Any,
-    query: Float[Array, "B N H K"],
-    key: Float[Array, "B S G K"],
-    value: Float[Array, "B S G K"],
-    mask_NS: Bool[Array, "N S"],
-    scale: float,
-) -> Float[Array, "B N H K"]:
+) -> tuple[Float[Array, "B N H K"], Cache]:
+    """Return the output of each head for N further tokens, the first at `position_B`, and the updated cache."""
+    position_BN = position_B[:, None] + jnp.arange(h_BND.shape[1])
+    query, *new = _project(params, h_BND, position_BN, model, view)
+    keys, values = (update_slots(old, each, position_B) for old, each in zip(cache, new, strict=True))
+    mask_BNS = visible_slots(position_BN, keys.shape[1], view.window)
+    scale = logit_scale(model)
     if "sink" in params:
-        return masked_attention(query, key, value, mask_NS, scale, params["sink"])
-    return jax.nn.dot_product_attention(query, key, value, mask=mask_NS[None, None], scale=scale)
+        return masked_attention(query, keys, values, mask_BNS, scale, params["sink"]), (keys, values)
+    return jax.nn.dot_product_attention(query, keys, values, mask=mask_BNS[:, None], scale=scale), (keys, values)
 
 
 def _project(

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import AttentionView, ModelConfig
-from moe_jax.models.attention.core import AttentionImpl, causal_mask, masked_attention
+from moe_jax.models.attention.cache import update_slots, visible_slots
+from moe_jax.models.attention.core import AttentionImpl, masked_attention
 from moe_jax.models.attention.kernels import KERNELS
 from moe_jax.models.attention.over_context import FORMS
 from moe_jax.models.layers import matmul, rms_norm
@@ -61,35 +62,34 @@ def first_cache(model: ModelConfig, batch: int, length: int, dtype: Any) -> Cach
     return jnp.zeros((batch, length, rank), dtype), jnp.zeros((batch, length, model.latent.qk_rope_head_dim), dtype)
 
 
-def next_heads(
+def cached_heads(
     params: Any,
-    h_B1D: Float[Array, "B 1 D"],
+    h_BND: Float[Array, "B N D"],
     cache: Cache,
-    position: Int[Array, ""],
+    position_B: Int[Array, " B"],
     model: ModelConfig,
     view: AttentionView,
-) -> tuple[Float[Array, "B 1 H V"], Cache]:
-    """Return the output of each head for one more token, and the updated cache.
+) -> tuple[Float[Array, "B N H V"], Cache]:
+    """Return the output of each head for N further tokens, the first at `position_B`, and the updated cache.
 
-    Keys and values of earlier tokens are not computed again: the query is projected into the space of the latents, and
+    Keys and values of cached tokens are not computed again: queries are projected into the space of the latents, and
     the weighted latents are projected to values.
     """
-    query_B1Q, latent_B1R, key_B1P = _latents(params, h_B1D, model)
-    position_B1 = jnp.full(key_B1P.shape[:2], position)
-    latents = jax.lax.dynamic_update_slice_in_dim(cache[0], latent_B1R, position, axis=1)
-    key_B1P = _rotate(key_B1P[:, :, None], position_B1, model, view)[:, :, 0]
-    keys = jax.lax.dynamic_update_slice_in_dim(cache[1], key_B1P, position, axis=1)
-    plain, rotated = _queries(params, query_B1Q, position_B1, model, view)
+    query_BNQ, latent_BNR, key_BNP = _latents(params, h_BND, model)
+    position_BN = position_B[:, None] + jnp.arange(h_BND.shape[1])
+    key_BNP = _rotate(key_BNP[:, :, None], position_BN, model, view)[:, :, 0]
+    latents, keys = (update_slots(old, new, position_B) for old, new in zip(cache, (latent_BNR, key_BNP), strict=True))
+    plain, rotated = _queries(params, query_BNQ, position_BN, model, view)
     latent_query = jnp.einsum("bnhk,rhk->bnhr", plain, params["key"].astype(plain.dtype))
-    out_B1HR = masked_attention(
+    out_BNHR = masked_attention(
         jnp.concatenate([latent_query, rotated], axis=-1),
         jnp.concatenate([latents, keys], axis=-1)[:, :, None],
         latents[:, :, None],
-        causal_mask(position[None], jnp.arange(keys.shape[1]), view.window),
+        visible_slots(position_BN, keys.shape[1], view.window),
         logit_scale(model),
         params.get("sink"),
     )
-    return jnp.einsum("bnhr,rhv->bnhv", out_B1HR, params["value"].astype(out_B1HR.dtype)), (latents, keys)
+    return jnp.einsum("bnhr,rhv->bnhv", out_BNHR, params["value"].astype(out_BNHR.dtype)), (latents, keys)
 
 
 def _latents(

@@ -1,0 +1,171 @@
+"""Generation of tokens after a batch of prompts, on one device.
+
+A context has at most `data.seq_len` tokens, as in training: longer text is generated in windows, each of which begins
+with the second half of the preceding one.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from moe_jax.config import Config, MeshConfig
+from moe_jax.config.layer_layout import Stages
+from moe_jax.models.decode import PREFILL_PIECE, DecodeState, decode, prefill
+from moe_jax.models.sampling import Sampling
+from moe_jax.models.stages import in_order
+from moe_jax.models.transformer import ComputeConfig
+from moe_jax.parallel.mesh import found_devices, make_mesh
+from moe_jax.parallel.sharding import REPLICATED
+
+_STEPS = 8  # tokens of each row that one call draws
+_FEWEST = 16  # slots
+Ending = Literal["end of text", "stop", "length"]
+
+
+def one_device_mesh() -> jax.sharding.Mesh:
+    """A mesh of this process's first device; all axes have size 1."""
+    found_devices()
+    return make_mesh(MeshConfig(), jax.local_devices()[:1])
+
+
+@dataclass
+class Row:
+    """A prompt and the tokens after it."""
+
+    tokens: list[int]
+    known: int  # tokens of the prompt
+    number: int  # among all prompts; with the seed it determines the draws
+    start: int = 0  # of the window
+    ended: Ending | None = None
+
+    @property
+    def new(self) -> list[int]:
+        """The tokens after the prompt."""
+        return self.tokens[self.known :]
+
+    @property
+    def window(self) -> list[int]:
+        """The tokens of the context."""
+        return self.tokens[self.start :]
+
+
+class Decoder:
+    """A model on one device, with one program for each shape of a batch."""
+
+    def __init__(self, config: Config, params: Any, sampling: Sampling):
+        """`params` are on one device or on a mesh of this process, in the layout of the config's pipeline stages."""
+        mesh = one_device_mesh()
+        placed = jax.device_put(params, jax.sharding.NamedSharding(mesh, REPLICATED))
+        self._params = in_order(placed, Stages.of(config))
+        self.context = config.data.seq_len
+        self.compile_s = 0.0  # seconds spent on compilation so far
+        # the kernels of the run may not exist for this device, and its exchange may need several devices
+        train = dataclasses.replace(config.train, grouped_product="auto", attention_kernel="auto")
+        exchange = dataclasses.replace(config.exchange, algorithm="flat", ranks_per_node=None)
+        compute = ComputeConfig.of(dataclasses.replace(config, train=train, exchange=exchange), mesh)
+        self._mesh = mesh
+        self._settings: dict[str, Any] = {"model": config.model, "compute": compute, "sampling": sampling}
+        self._programs: dict[Any, Callable[..., Any]] = {}
+
+    def prefill(self, rows: Sequence[Row], slots: int, seed: int) -> DecodeState:
+        """Process the windows of all rows, and draw one token for each. The cache has `slots` slots."""
+        windows = [row.window if row.ended is None else row.window[-1:] for row in rows]
+        prompts = np.zeros((len(rows), shape_above(max(map(len, windows)))), np.int32)
+        for own, window in zip(prompts, windows, strict=True):
+            own[: len(window)] = window
+        keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(
+            np.array([row.number for row in rows], np.uint32)
+        )
+        lengths, drawn = np.array([*map(len, windows)], np.int32), np.array([len(row.new) for row in rows], np.int32)
+        return self._run(prefill, {"slots": slots}, prompts, lengths, keys, drawn)
+
+    def decode(self, state: DecodeState) -> tuple[np.ndarray, DecodeState]:
+        """Draw further tokens [rows, steps]."""
+        tokens, state = self._run(decode, {"steps": _STEPS}, state)
+        return np.asarray(tokens), state
+
+    def _run(self, function: Callable[..., Any], settings: dict[str, int], *arguments: Any) -> Any:
+        leaves = jax.tree.leaves(arguments)
+        name = (function, *settings.values(), *((leaf.shape, leaf.dtype) for leaf in leaves))
+        if name not in self._programs:
+            begun = time.perf_counter()
+            body = functools.partial(function, **settings, **self._settings)
+            mapped = jax.shard_map(body, mesh=self._mesh, in_specs=REPLICATED, out_specs=REPLICATED, check_vma=False)
+            donated = (1,) if function is decode else ()  # the cache is updated in place
+            program = jax.jit(mapped, donate_argnums=donated)
+            self._programs[name] = program.lower(self._params, *arguments).compile()
+            self.compile_s += time.perf_counter() - begun
+        return self._programs[name](self._params, *arguments)
+
+
+@dataclass
+class Generation:
+    """The text of some prompts, which each call of `advance` extends."""
+
+    decoder: Decoder
+    rows: list[Row]
+    count: int  # tokens after each prompt, at most
+    seed: int
+    ends: Collection[int] = ()  # tokens that end a text, and do not belong to it
+    first_token_s: float | None = None  # seconds to the first tokens, without compilation
+    seconds: float = 0.0  # of all calls, without compilation
+    _state: DecodeState | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(
+        cls, decoder: Decoder, prompts: Sequence[Sequence[int]], count: int, seed: int, first: int = 0, **others: Any
+    ) -> "Generation":
+        """Return a generation that has not begun. `first` is the number of the first prompt."""
+        rows = [Row(list(prompt), len(prompt), number) for number, prompt in enumerate(prompts, first)]
+        return cls(decoder, rows, count, seed, **others)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all rows have ended."""
+        return all(row.ended for row in self.rows)
+
+    def advance(self) -> None:
+        """Extend all rows that have not ended by at least one token. A caller may end rows between two calls."""
+        begun, compiled = time.perf_counter(), self.decoder.compile_s
+        context = self.decoder.context
+        live = [row for row in self.rows if row.ended is None]
+        full = [row for row in live if len(row.window) >= context]
+        if self._state is None or full:
+            for row in full:
+                row.start = len(row.tokens) - max(1, context // 2)
+            self._state = self.decoder.prefill(self.rows, self._slots(), self.seed)
+            tokens = np.asarray(self._state.token_B)[:, None]
+        else:
+            tokens, self._state = self.decoder.decode(self._state)
+        for row, drawn in zip(self.rows, tokens.tolist(), strict=True):
+            self._append(row, drawn)
+        self.seconds += time.perf_counter() - begun - (self.decoder.compile_s - compiled)
+        if self.first_token_s is None:
+            self.first_token_s = self.seconds
+
+    def _slots(self) -> int:
+        return shape_above(min(self.decoder.context, max(row.known for row in self.rows) + self.count))
+
+    def _append(self, row: Row, drawn: list[int]) -> None:
+        for token in drawn:
+            if row.ended is not None or len(row.window) >= self.decoder.context:
+                return  # what follows a full window was drawn without a slot
+            if token in self.ends:
+                row.ended = "end of text"
+                return
+            row.tokens.append(token)
+            if len(row.new) >= self.count:
+                row.ended = "length"
+
+
+def shape_above(tokens: int) -> int:
+    """Return the power of 2 from `tokens` on, of which few exist: each is a program of its own."""
+    size = max(_FEWEST, 1 << (tokens - 1).bit_length())
+    assert size <= PREFILL_PIECE or size % PREFILL_PIECE == 0, "both are powers of 2"
+    return size
