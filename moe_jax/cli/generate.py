@@ -1,48 +1,142 @@
 """The command that samples text from a run's newest checkpoint.
 
-python -m moe_jax.generate --run RUN [--prompt TEXT]
+python -m moe_jax.generate --run RUN [--prompt TEXT | --prompts FILE] [--chat]
+
+One prompt's continuation is printed while it is generated. Those of a file are printed as JSON lines. With --chat the
+prompt is a question, which the model's chat template surrounds; without a prompt, questions are read line by line.
+Speed is reported on stderr.
 """
 
+import argparse
+import json
+import sys
 from pathlib import Path
 
 import jax
 
 from moe_jax.checkpoint.compatibility import check_same_run
 from moe_jax.checkpoint.load import load_params
+from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.ranges import SAMPLED, SEEDS, Range, check_number
 from moe_jax.config.yaml_io import load_config
-from moe_jax.errors import CommandParser, run_command
+from moe_jax.data.chat_template import ChatTemplate
+from moe_jax.data.tokenizer import Tokenizer
+from moe_jax.errors import CommandParser, ConfigError, run_command
+from moe_jax.models.sampling import Sampling
 from moe_jax.models.stages import stored_shapes
 from moe_jax.parallel.sharding import REPLICATED
+from moe_jax.parallel.trees import Params
 from moe_jax.run.generation import one_device_mesh
-from moe_jax.run.model_tokenizer import tokenizer_of_run
-from moe_jax.run.sample import sample_text
+from moe_jax.run.model_tokenizer import end_tokens, tokenizer_of_run
+from moe_jax.run.prompts import Prompt, read_prompts
+from moe_jax.run.text_generation import TextGenerator, TextSettings
+from moe_jax.run.text_stream import printable
+
+_VOCABULARY = 2**24  # tokens, the most of a config
 
 
 def main() -> None:
-    """Parse the command line, load the parameters onto one device, and print the prompt and its continuation."""
+    """Parse the command line, load the parameters onto one device, and print what the model writes."""
+    arguments = _arguments()
+    config = load_config(arguments.run, arguments.overrides)
+    check_same_run(config, arguments.run, ignore_data_order=True)
+    tokenizer, template = tokenizer_of_run(config, arguments.run), _template_of(arguments)
+    settings, prompt = _settings_of(arguments, tokenizer), arguments.prompt
+    prompts = read_prompts(arguments.prompts, arguments.chat, arguments.system) if arguments.prompts else []
+    generator = TextGenerator(config, _load(config, arguments.run), tokenizer, settings, template)
+    if prompts:
+        for line in generator.continued(prompts, arguments.batch_size):
+            print(json.dumps(line, ensure_ascii=False), flush=True)
+    elif not arguments.chat:
+        first = Prompt("\n" if prompt is None else prompt)
+        generator.check(first)
+        print(first.text, end="", flush=True)
+        _print_stream(generator, first)
+    elif prompt is not None:
+        _print_stream(generator, Prompt.question(prompt, arguments.system))
+    else:
+        _converse(generator, arguments.system)
+    print(generator.speed(), file=sys.stderr)
+
+
+def _arguments() -> argparse.Namespace:
     parser = CommandParser(prog="python -m moe_jax.generate", description="Sample text from a trained run.")
     parser.add_argument("--run", type=Path, required=True, help="folder of the run (log.dir)")
-    parser.add_argument("--prompt", default="\n", help="text to continue (default: a line break)")
-    parser.add_argument("--tokens", type=int, default=400, help="how many to sample (default: 400)")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--prompt", help="text to continue (default: a line break), or the question with --chat")
+    source.add_argument("--prompts", type=Path, metavar="FILE", help="prompts, one a line; .jsonl: JSON lines")
+    parser.add_argument("--batch-size", type=int, default=8, help="prompts of a file at a time (default: 8)")
+    parser.add_argument("--chat", action="store_true", help="apply the model's chat template")
+    parser.add_argument("--system", metavar="TEXT", help="system message of a chat")
+    parser.add_argument("--tokens", type=int, default=400, help="how many to sample at most (default: 400)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token (default: 0.8)")
+    parser.add_argument("--top-k", type=int, help="draw from the k likeliest tokens")
+    parser.add_argument("--top-p", type=float, help="draw from the likeliest tokens with this sum of probabilities")
+    parser.add_argument("--min-p", type=float, help="draw from tokens with this share of the highest probability")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end a text there; may be repeated")
+    parser.add_argument("--ignore-eos", action="store_true", help="do not stop at the end of a text")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="e.g. data.path, if it has moved")
     arguments = parser.parse_intermixed_args()
     check_number("--tokens", arguments.tokens, SAMPLED._replace(least=1))
+    check_number("--batch-size", arguments.batch_size, Range(1, 1024))
     check_number("--seed", arguments.seed, SEEDS)
     check_number("--temperature", arguments.temperature, Range(0, 1e6))
-    config = load_config(arguments.run, arguments.overrides)
-    check_same_run(config, arguments.run, ignore_data_order=True)
-    tokenizer = tokenizer_of_run(config, arguments.run)
+    check_number("--top-k", arguments.top_k, Range(1, _VOCABULARY))
+    check_number("--top-p", arguments.top_p, Range(0, 1, above=True))
+    check_number("--min-p", arguments.min_p, Range(0, 1))
+    if "" in arguments.stop:
+        raise ConfigError("--stop= is empty: name a text, or leave it out")
+    if arguments.system is not None and not arguments.chat:
+        raise ConfigError(f"--system={arguments.system} is for a chat: use --chat, or leave it out")
+    return arguments
+
+
+def _template_of(arguments: argparse.Namespace) -> ChatTemplate | None:
+    return ChatTemplate(arguments.run) if arguments.chat else None
+
+
+def _settings_of(arguments: argparse.Namespace, tokenizer: Tokenizer) -> TextSettings:
+    return TextSettings(
+        sampling=Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p),
+        count=arguments.tokens,
+        seed=arguments.seed,
+        ends=frozenset() if arguments.ignore_eos else end_tokens(arguments.run, tokenizer),
+        stops=tuple(arguments.stop),
+    )
+
+
+def _load(config: Config, run: Path) -> Params:
+    """Return the parameters of the newest checkpoint, on one device. Raises CheckpointError."""
     placed = jax.sharding.NamedSharding(one_device_mesh(), REPLICATED)
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), stored_shapes(Stages.of(config))
     )
-    params = load_params(arguments.run, shapes)
-    sampling = arguments.prompt, arguments.tokens, arguments.temperature, arguments.seed
-    print(sample_text(config, params, tokenizer, *sampling))
+    params: Params = load_params(run, shapes)
+    return params
+
+
+def _print_stream(generator: TextGenerator, prompt: Prompt) -> str:
+    """Print the text after a prompt while it is generated, and a line break. Return the text."""
+    pieces = []
+    for piece in generator.stream(prompt):
+        print(printable(piece), end="", flush=True)
+        pieces.append(piece)
+    print(flush=True)
+    return "".join(pieces)
+
+
+def _converse(generator: TextGenerator, system: str | None) -> None:
+    """Answer the questions on stdin, line by line."""
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    while True:
+        print("> ", end="", file=sys.stderr, flush=True)
+        if not (line := sys.stdin.readline()):
+            return
+        if line.strip():
+            messages.append({"role": "user", "content": line.strip()})
+            messages.append({"role": "assistant", "content": _print_stream(generator, Prompt(None, messages))})
 
 
 if __name__ == "__main__":

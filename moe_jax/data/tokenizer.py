@@ -44,6 +44,9 @@ class Tokenizer(Protocol):
     def encode_long(self, pieces: Iterable[str]) -> Iterator[list[int]]:
         """Yield the tokens of the concatenated pieces part by part, the same as from `encode`."""
 
+    def encode_markup(self, text: str) -> list[int]:
+        """The tokens of a text in which the names of special tokens stand for these tokens."""
+
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of the tokens; bytes that are not UTF-8 become U+FFFD."""
 
@@ -57,6 +60,9 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode(errors="replace"))
+
+    def encode_markup(self, text: str) -> list[int]:
+        return self.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
@@ -101,6 +107,14 @@ class BpeTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
+
+    def encode_markup(self, text: str) -> list[int]:
+        self._bpe.encode_special_tokens = False
+        try:
+            found: list[int] = self._bpe.encode(_without_surrogates(text), add_special_tokens=False).ids
+        finally:
+            self._bpe.encode_special_tokens = True
+        return found
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         encodings = self._bpe.encode_batch_fast([_without_surrogates(text) for text in texts], add_special_tokens=False)
@@ -212,7 +226,7 @@ def load_model_tokenizer(path: Path) -> tuple[Path, BpeTokenizer]:
     settings = file.with_name("tokenizer_config.json")
     try:
         found = read_json(settings) if settings.exists() else {}
-        begin, end = (_name(found.get(key)) for key in ("bos_token", "eos_token"))
+        begin, end = (name_of_token(found.get(key)) for key in ("bos_token", "eos_token"))
         adds = found.get("add_bos_token")
     except (OSError, ValueError, AttributeError) as error:
         raise DataError(f"{settings} cannot be read ({error}): fetch it again") from None
@@ -226,8 +240,8 @@ def load_model_tokenizer(path: Path) -> tuple[Path, BpeTokenizer]:
     return file, tokenizer
 
 
-def _name(token: Any) -> str | None:
-    """The name of a token, which may be written as an object with its properties; None if it has no name."""
+def name_of_token(token: Any) -> str | None:
+    """The name of a token, which tokenizer_config.json may write as an object; None if it has no name."""
     name = token.get("content") if isinstance(token, dict) else token
     return name if isinstance(name, str) else None
 

@@ -119,11 +119,17 @@ class Generation:
 
     @classmethod
     def of(
-        cls, decoder: Decoder, prompts: Sequence[Sequence[int]], count: int, seed: int, first: int = 0, **others: Any
+        cls,
+        decoder: Decoder,
+        prompts: Sequence[Sequence[int]],
+        count: int,
+        seed: int,
+        first: int = 0,
+        ends: Collection[int] = (),
     ) -> "Generation":
         """Return a generation that has not begun. `first` is the number of the first prompt."""
         rows = [Row(list(prompt), len(prompt), number) for number, prompt in enumerate(prompts, first)]
-        return cls(decoder, rows, count, seed, **others)
+        return cls(decoder, rows, count, seed, ends)
 
     @property
     def is_done(self) -> bool:

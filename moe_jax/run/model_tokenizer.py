@@ -1,5 +1,6 @@
 """Checks that a model's data and prompts are encoded with the model's own tokenizer."""
 
+import contextlib
 from pathlib import Path
 
 from moe_jax.config import Config
@@ -70,6 +71,23 @@ def tokenizer_of_run(config: Config, run: Path) -> Tokenizer:
             "one, or remove the first one, if the run was trained with the second"
         )
     return load_tokenizer(path)
+
+
+def end_tokens(run: Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """The tokens that end a text: the tokenizer's, and those of generation_config.json. Raises DataError."""
+    found = set()
+    with contextlib.suppress(DataError):  # a tokenizer may have none
+        found.add(tokenizer.end_of_text)
+    file = run / "generation_config.json"
+    try:
+        settings = read_json(file) if file.exists() else {}
+        ends = settings.get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(f"{file} cannot be read ({error}): fetch it again") from None
+    for end in ends if isinstance(ends, list) else [ends]:
+        if isinstance(end, int) and not isinstance(end, bool):
+            found.add(end)
+    return frozenset(found)
 
 
 def _file_of(data: Path) -> Path | None:

@@ -1,7 +1,6 @@
 """Sampling of text from a trained model, on one device."""
 
-import itertools
-import unicodedata
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from moe_jax.errors import ConfigError
 from moe_jax.files.atomic import write_atomically
 from moe_jax.models.sampling import Sampling
 from moe_jax.run.generation import Decoder, Generation
+from moe_jax.run.text_stream import continuation, printable
 
 
 def sample_tokens(
@@ -35,26 +35,7 @@ def sample_text(
     """The prompt and a sampled continuation as text. Raises ConfigError for an invalid prompt."""
     before = encode_prompt(config, tokenizer, prompt)
     tokens = sample_tokens(config, params, before, count, temperature, seed)
-    return prompt + _printable(continuation(tokenizer, before.tolist(), tokens.tolist()))
-
-
-def continuation(tokenizer: Tokenizer, before: list[int], tokens: list[int]) -> str:
-    """The text of `tokens` that follow the tokens `before`.
-
-    Decoding `tokens` alone could lose a space, since a tokenizer may remove the space before the first token.
-    """
-    known, whole = tokenizer.decode(before), tokenizer.decode([*before, *tokens])
-    shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(known, whole, strict=False))
-    return whole[len(list(shared)) :]
-
-
-def _printable(text: str) -> str:
-    """The text with control characters, which a terminal would obey, replaced by U+FFFD.
-
-    A model of bytes can sample such characters. Tabs and line breaks stay.
-    """
-    text = text.replace("\r\n", "\n")
-    return "".join("\ufffd" if unicodedata.category(each) == "Cc" and each not in "\n\t" else each for each in text)
+    return prompt + printable(continuation(tokenizer, before.tolist(), tokens.tolist()))
 
 
 def encode_prompt(config: Config, tokenizer: Tokenizer, prompt: str) -> NDArray[np.int32]:
@@ -62,7 +43,14 @@ def encode_prompt(config: Config, tokenizer: Tokenizer, prompt: str) -> NDArray[
 
     Raises ConfigError if there are no tokens, or if one is outside the model's vocabulary.
     """
-    tokens, known = [*tokenizer.begin_of_text, *tokenizer.encode(prompt)], config.model.vocab_size
+    tokens = [*tokenizer.begin_of_text, *tokenizer.encode(prompt)]
+    check_prompt(config, tokens)
+    return np.array(tokens, np.int32)
+
+
+def check_prompt(config: Config, tokens: Sequence[int]) -> None:
+    """Raise ConfigError if a prompt has no tokens, or one that is outside the model's vocabulary."""
+    known = config.model.vocab_size
     if not tokens:
         raise ConfigError("the prompt is empty: give at least one character, e.g. a line break")
     if max(tokens) >= known:
@@ -70,7 +58,6 @@ def encode_prompt(config: Config, tokenizer: Tokenizer, prompt: str) -> NDArray[
             f"the prompt has token {max(tokens)}, and the model knows model.vocab_size={known}: use the tokenizer that "
             "it was trained with"
         )
-    return np.array(tokens, np.int32)
 
 
 def write_sample(config: Config, params: Any, run: Path) -> str:

@@ -9,7 +9,8 @@ import pytest
 from moe_jax.config import Config, DataConfig, ExchangeConfig, MeshConfig, TrainConfig
 from moe_jax.data.tokenizer import ByteTokenizer, load_model_tokenizer
 from moe_jax.run import sample
-from moe_jax.run.sample import _printable, encode_prompt, sample_text, sample_tokens
+from moe_jax.run.sample import encode_prompt, sample_text, sample_tokens
+from moe_jax.run.text_stream import continuation, printable
 from tests.data.tokenizer_kinds import KINDS, save
 from tests.models.test_decode import MODEL, logits_of
 from tests.small import first_params
@@ -67,7 +68,7 @@ def test_a_model_of_other_devices_is_sampled_here():
 
 def test_control_characters_are_not_shown() -> None:
     """A terminal would obey them."""
-    assert _printable("a\x1b[2Jb\r\n\tc\x00\x85é") == "a\ufffd[2Jb\n\tc\ufffd\ufffdé"
+    assert printable("a\x1b[2Jb\r\n\tc\x00\x85é") == "a\ufffd[2Jb\n\tc\ufffd\ufffdé"
 
 
 KNOWS_ALL = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, vocab_size=1000))
@@ -106,4 +107,4 @@ def test_a_long_prompt_is_whole(tmp_path):
 
 
 def test_bytes_that_continue_no_character_are_shown_as_such():
-    assert sample.continuation(ByteTokenizer(), list("é".encode()), [0xA9, 0x61]) == "\ufffda"
+    assert continuation(ByteTokenizer(), list("é".encode()), [0xA9, 0x61]) == "\ufffda"

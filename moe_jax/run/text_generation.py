@@ -1,0 +1,100 @@
+"""Text that a model writes after prompts: streamed, or for many prompts, and the time that it takes."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moe_jax.config import Config
+from moe_jax.data.chat_template import ChatTemplate
+from moe_jax.data.tokenizer import Tokenizer
+from moe_jax.models.sampling import Sampling
+from moe_jax.run.generation import Decoder, Generation
+from moe_jax.run.prompts import Prompt
+from moe_jax.run.sample import check_prompt, encode_prompt
+from moe_jax.run.text_stream import TextStream
+
+
+@dataclass(frozen=True)
+class TextSettings:
+    """How text is generated, and where it ends."""
+
+    sampling: Sampling
+    count: int  # tokens after each prompt, at most
+    seed: int = 0
+    ends: frozenset[int] = frozenset()  # tokens that end a text
+    stops: tuple[str, ...] = ()  # texts that end a text
+
+
+class TextGenerator:
+    """A model on one device with its tokenizer, and its chat template if it has one."""
+
+    def __init__(
+        self,
+        config: Config,
+        params: Any,
+        tokenizer: Tokenizer,
+        settings: TextSettings,
+        template: ChatTemplate | None = None,
+    ):
+        self._config, self._tokenizer, self._settings, self._template = config, tokenizer, settings, template
+        self._decoder = Decoder(config, params, settings.sampling)
+        self._begun: list[Generation] = []
+
+    def check(self, prompt: Prompt) -> None:
+        """Raise ConfigError or DataError for an invalid prompt."""
+        self._tokens(prompt)
+
+    def stream(self, prompt: Prompt) -> Iterator[str]:
+        """Yield the text after a prompt piece by piece. Raises ConfigError and DataError for an invalid prompt."""
+        generation, texts = self._begin([self._tokens(prompt)], 0)
+        while not generation.is_done:
+            yield self._advance(generation, texts)[0]
+
+    def continued(self, prompts: Sequence[Prompt], batch_size: int) -> Iterator[dict[str, object]]:
+        """Yield each prompt with its text, the number of tokens and the reason for its end.
+
+        Raises ConfigError and DataError for an invalid prompt, before the first one is continued.
+        """
+        encoded = [self._tokens(prompt) for prompt in prompts]
+        for first in range(0, len(prompts), batch_size):
+            generation, texts = self._begin(encoded[first : first + batch_size], first)
+            while not generation.is_done:
+                self._advance(generation, texts)
+            for prompt, row, text in zip(prompts[first:], generation.rows, texts, strict=False):
+                yield prompt.as_json | {"text": text.text, "tokens": len(row.new), "ended": row.ended}
+
+    def speed(self) -> str:
+        """Return a line about the time that all texts took, compilation excluded."""
+        drawn = sum(len(row.new) for generation in self._begun for row in generation.rows)
+        seconds = sum(generation.seconds for generation in self._begun)
+        if not self._begun or (first := self._begun[0].first_token_s) is None:
+            return "nothing was generated"
+        return (
+            f"{drawn} tokens in {seconds:.2f} s: {drawn / seconds:.1f} tokens/s, the first after {first:.2f} s; "
+            f"compiled in {self._decoder.compile_s:.1f} s"
+        )
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        if prompt.messages is None:
+            return encode_prompt(self._config, self._tokenizer, prompt.text or "").tolist()
+        assert self._template is not None, "messages are for a chat"
+        tokens = self._tokenizer.encode_markup(self._template.render(prompt.messages))
+        check_prompt(self._config, tokens)
+        return tokens
+
+    def _begin(self, prompts: Sequence[list[int]], first: int) -> tuple[Generation, list[TextStream]]:
+        settings = self._settings
+        generation = Generation.of(self._decoder, prompts, settings.count, settings.seed, first, settings.ends)
+        self._begun.append(generation)
+        return generation, [TextStream(self._tokenizer, tokens, settings.stops) for tokens in prompts]
+
+    def _advance(self, generation: Generation, texts: Sequence[TextStream]) -> list[str]:
+        """Extend the texts that have not ended, and end those with a stop string. Return what is new of each."""
+        had_ended = [row.ended is not None for row in generation.rows]
+        generation.advance()
+        new = []
+        for row, text, before in zip(generation.rows, texts, had_ended, strict=True):
+            new.append("" if before else text.update(row.new, row.ended is not None))
+            if text.is_stopped:
+                row.ended = "stop"
+        return new
