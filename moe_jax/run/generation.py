@@ -79,11 +79,10 @@ class Decoder:
         prompts = np.zeros((len(rows), shape_above(max(map(len, windows)))), np.int32)
         for own, window in zip(prompts, windows, strict=True):
             own[: len(window)] = window
-        keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(
-            np.array([row.number for row in rows], np.uint32)
-        )
-        lengths, drawn = np.array([*map(len, windows)], np.int32), np.array([len(row.new) for row in rows], np.int32)
-        return self._run(prefill, {"slots": slots}, prompts, lengths, keys, drawn)
+        facts = [(len(window), row.number, len(row.new)) for window, row in zip(windows, rows, strict=True)]
+        lengths, numbers, drawn = np.array(facts, np.int32).T
+        found: DecodeState = self._run(_prefill, {"slots": slots}, prompts, lengths, drawn, numbers, np.int32(seed))
+        return found
 
     def decode(self, state: DecodeState) -> tuple[np.ndarray, DecodeState]:
         """Draw further tokens [rows, steps]."""
@@ -168,6 +167,20 @@ class Generation:
             row.tokens.append(token)
             if len(row.new) >= self.count:
                 row.ended = "length"
+
+
+def _prefill(
+    params: Any,
+    prompt_BN: jax.Array,
+    length_B: jax.Array,
+    drawn_B: jax.Array,
+    number_B: jax.Array,
+    seed: jax.Array,
+    **settings: Any,
+) -> DecodeState:
+    """Call `prefill` with a key for each prompt, by its number."""
+    key_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), number_B)
+    return prefill(params, prompt_BN, length_B, key_B, drawn_B, **settings)
 
 
 def shape_above(tokens: int) -> int:
