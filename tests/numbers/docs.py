@@ -59,6 +59,20 @@ table(
         "largest difference": "1e-6 " + _digits(*(1e6 * each["largest_difference"] for each in _trained), digits=1),
     },
 )
+_families = result("families")["families"]
+table(
+    "convert.md",
+    "| | largest logit | difference",
+    {
+        f"`{name}`": " ".join(
+            [
+                _digits(each["largest_logit"], 1e6 * each["largest_difference"], digits=1),
+                f"{1e6 * each['exported_difference']:.0f} {each['greedy_tokens'] * each['greedy_is_equal']}",
+            ]
+        )
+        for name, each in _families.items()
+    },
+)
 _quantized = [result("quantized")[name] for name in ("deepseek_v3", "gpt_oss")]
 table(
     "convert.md",

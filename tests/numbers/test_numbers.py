@@ -46,9 +46,10 @@ OTHER = {
     "convert.md": {
         "| `quantization_config` |": SETTING,
         "| | |": SETTING,
-        "| | mixtral | llama |": "tests/convert/test_golden.py holds them to a bound; they are of one machine",
+        "| `model_type` |": SETTING,
     },
     "exchange.md": {"| `exchange.algorithm` |": SETTING, "| way |": "what the linked reports measured"},
+    "generate.md": {"| option |": SETTING},
     "gates.md": {"| gate | scores": SETTING},
     "log.md": {"| `unified` |": NO_PROGRAM, "| milliseconds of cycle estimates |": NO_PROGRAM},
     "measure.md": {
