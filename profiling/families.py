@@ -57,7 +57,7 @@ def _logits(name: str) -> dict[str, Any]:
 def _exported(name: str, folder: Path) -> Path:
     model = model_of(name)
     dtype = "bfloat16" if name == "mixtral" else "float32"
-    write_model(folder, model, family_that_holds(model), read(GOLDEN / name), dtype, 64, GOLDEN / name, 10**9)
+    write_model(folder, model, family_that_holds(model, name), read(GOLDEN / name), dtype, 64, GOLDEN / name, 10**9)
     return folder
 
 

@@ -88,17 +88,26 @@ def grouped_heads(p, h, model: ModelConfig, block: int):
     q, k, v = (jnp.einsum("nd,dhk->hnk", h, p[name]) for name in ("query", "key", "value"))
     if model.attention.bias:
         q, k, v = (x + p[f"{name}_bias"][:, None] for x, name in ((q, "query"), (k, "key"), (v, "value")))
-    if model.qk_norm and model.qk_norm_over == "projection":
-        q, k = (norm_all(x, p[f"{name}_norm"], model.rms_norm_eps) for x, name in ((q, "query"), (k, "key")))
-    elif model.qk_norm:
-        q, k = norm(q, p["query_norm"], model.rms_norm_eps), norm(k, p["key_norm"], model.rms_norm_eps)
+    width = round(model.head_width * model.partial_rotary_factor)
+
+    def normed(q, k):
+        if not model.qk_norm:
+            return q, k
+        if model.qk_norm_over == "projection":
+            return [norm_all(x, p[f"{name}_norm"], model.rms_norm_eps) for x, name in ((q, "query"), (k, "key"))]
+        return norm(q, p["query_norm"], model.rms_norm_eps), norm(k, p["key_norm"], model.rms_norm_eps)
+
+    def rotated(q, k):
+        return [
+            jnp.stack([jnp.concatenate([turned(x[:, :width], model, block), x[:, width:]], axis=-1) for x in heads])
+            for heads in (q, k)
+        ]
+
+    for step in (rotated, normed) if model.qk_norm_after_rope else (normed, rotated):
+        q, k = step(q, k)
     for head in range(model.num_attention_heads):
         shared = head * model.kv_heads // model.num_attention_heads
-        width = round(model.head_width * model.partial_rotary_factor)
-        turned_q, turned_k = (
-            jnp.concatenate([turned(x[:, :width], model, block), x[:, width:]], axis=-1) for x in (q[head], k[shared])
-        )
-        yield turned_q, turned_k, v[shared]
+        yield q[head], k[shared], v[shared]
 
 
 def norm_all(x_HNK, scale_HK, eps):

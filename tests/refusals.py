@@ -74,6 +74,9 @@ REFUSED = {
         "model.partial_rotary_factor=0.5 is not for latent attention (model.latent.kv_lora_rank=8): "
         "set model.partial_rotary_factor=1.0, or model.latent.kv_lora_rank=null"
     ),
+    "model.qk_norm_after_rope=true": (
+        "model.qk_norm_after_rope=true without norms: set model.qk_norm=true, or model.qk_norm_after_rope=false"
+    ),
     "model.head_dim=8 model.partial_rotary_factor=0.4": (
         "model.partial_rotary_factor=0.4 rotates 3 of a head's 8 features, and rotary embedding turns pairs: use a "
         "factor that rotates an even number, 2 or more"

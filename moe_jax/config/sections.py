@@ -226,6 +226,7 @@ class ModelConfig(HashedOnce):
     activation: Literal["swiglu", "gelu", "clipped_swiglu"] = "swiglu"
     qk_norm: bool = False  # RMSNorm on queries and keys
     qk_norm_over: Literal["head", "projection"] = "head"  # norm of each head, or of all heads together (OLMoE)
+    qk_norm_after_rope: bool = False  # this RMSNorm after the rotation instead of before it (Hunyuan-A13B)
     tie_word_embeddings: bool = False  # one matrix for the embedding and the head
     rope_theta: float = number(10_000.0, Range(1, 1e15))
     # share of a head's features that are rotated, the first ones (GLM-4.5, MiniMax-M2)

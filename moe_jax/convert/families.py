@@ -12,8 +12,10 @@ from moe_jax.convert import (
     dots1,
     ernie4_5_moe,
     glm4_moe,
+    glm4_moe_lite,
     gpt_oss,
     granitemoe,
+    hunyuan_v1_moe,
     llama,
     minimax_m2,
     mixtral,
@@ -27,7 +29,7 @@ from moe_jax.convert.hf_config import ConvertError, HfConfig
 
 _MODULES = (
     *(mixtral, llama, qwen3, qwen3_moe, olmoe, qwen2_moe, deepseek_v3, deepseek_v2, gpt_oss),
-    *(dots1, glm4_moe, minimax_m2, ernie4_5_moe, granitemoe),
+    *(dots1, glm4_moe, minimax_m2, ernie4_5_moe, granitemoe, glm4_moe_lite, hunyuan_v1_moe),
 )
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 _BY_TYPE = FAMILIES | {name: family for family in FAMILIES.values() for name in family.aliases}
@@ -36,7 +38,6 @@ _BY_TYPE = FAMILIES | {name: family for family in FAMILIES.values() for name in 
 _NOT_BUILT = {
     "phimoe": "sparsemixer routing (Phi-3.5-MoE)",
     **dict.fromkeys(("llama4", "llama4_text"), "attention in chunks (Llama 4)"),
-    "hunyuan_v1_moe": "norms of queries and keys after their rotation (Hunyuan A13B)",
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "minimax", "kimi_linear"), "linear attention"),
     **dict.fromkeys(("jamba", "granitemoehybrid", "nemotron_h"), "state-space blocks (Mamba)"),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "sparse attention with an indexer"),
@@ -115,7 +116,7 @@ def _effective_settings(model: ModelConfig) -> dict[str, Any]:
     if model.rope_scaling.rope_type == "none":
         unused |= {name for name in found if name.startswith("rope_scaling.")} - {"rope_scaling.rope_type"}
     if not model.qk_norm:
-        unused.add("qk_norm_over")
+        unused |= {"qk_norm_over", "qk_norm_after_rope"}
     if not model.attention.bias:
         unused.add("attention.out_bias")
     if "dense" not in model.block_kinds and not model.moe.dense_residual:

@@ -27,6 +27,10 @@ class HfConfig:
         """Return the settings with defaults for those that are missing. A setting that is null stays null."""
         return HfConfig({**defaults, **self._values}, self.where)
 
+    def with_values(self, values: Mapping[str, Any]) -> "HfConfig":
+        """Return the settings with other values for some."""
+        return HfConfig({**self._values, **values}, self.where)
+
     def has(self, name: str) -> bool:
         """Whether the file has this setting, and it is not null."""
         return self._values.get(name) is not None
@@ -73,6 +77,11 @@ class HfConfig:
         if not isinstance(value, list):
             raise self._wrong(name, value, "a list")
         return value
+
+    def listed_or_none(self, name: str) -> list[Any] | None:
+        """Return a list, or None if the setting is missing or no list."""
+        value = self._values.get(name)
+        return value if isinstance(value, list) else None
 
     def token_ids(self, *names: str) -> dict[str, int | list[int] | None]:
         """Return those of these settings that the file has: a whole number, a list of them, or null."""

@@ -28,6 +28,8 @@ DEFAULTS = {
     "dots1": (1e4, 32, 2048),
     "glm4_moe": (1e4, 8, 131_072),
     "minimax_m2": (5e6, 8, 196_608),
+    "glm4_moe_lite": (1e4, HEADS, 202_752),
+    "hunyuan_v1_moe": (1e4, HEADS, 2048),
     "granitemoe": (1e4, HEADS, 2048),
     "ernie4_5_moe": (5e5, 4, 131_072),
 }

@@ -12,6 +12,7 @@ _AS_WINDOWS = "sliding_window=8 is not supported: it must be null, or max_window
 _AS_BLOCKS = (
     "moe_layer_end_index=0 is not supported: dense blocks must be the lowest ones, and above them all but every n-th"
 )
+_AS_LISTED = "mlp_layer_types is not supported: the lowest must be dense, the others sparse"
 _WINDOWS = ["full_attention", "sliding_attention"]
 REFUSED = [
     ("glm4_moe", "scoring_func", "softmax", 'scoring_func="softmax" is not supported: it must be "sigmoid"'),
@@ -27,6 +28,10 @@ REFUSED = [
     ("ernie4_5_moe", "use_bias", True, "use_bias=true is not supported: it must be false"),
     ("ernie4_5_moe", "moe_norm_min", 0.1, "moe_norm_min=0.1 is not supported: it must be at most 1e-06"),
     ("ernie4_5_moe", "moe_layer_end_index", 0, _AS_BLOCKS),
+    ("glm4_moe_lite", "first_k_dense_replace", 3, "first_k_dense_replace=3 is not supported: it must be 1"),
+    ("glm4_moe_lite", "mlp_layer_types", ["sparse", "dense"], _AS_LISTED),
+    ("hunyuan_v1_moe", "moe_topk", [2, 3], "moe_topk is not supported: it must be the same in all blocks"),
+    ("hunyuan_v1_moe", "use_cla", True, "use_cla=true is not supported: it must be false"),
     ("ernie4_5_moe", "partial_rotary_factor", 0.5, "partial_rotary_factor=0.5 is not supported: it must be 1.0"),
 ]
 

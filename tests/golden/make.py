@@ -185,6 +185,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 3.0,
         },
     ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        {name: value for name, value in DEEPSEEK.items() if name != "first_k_dense_replace"}
+        | {"num_hidden_layers": 2, "q_lora_rank": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1",
+        SHARED
+        | {
+            "head_dim": 8,
+            "intermediate_size": 12,
+            "num_experts": 8,
+            "moe_topk": [3, 3],
+            "tie_word_embeddings": True,
+            "rope_parameters": {"type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0},
+        },
+    ),
     "ernie4_5_moe": (
         "Ernie4_5_Moe",
         SHARED

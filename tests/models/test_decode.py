@@ -67,6 +67,7 @@ MODELS = {
         MODEL,
         qk_norm_over="projection",
         partial_rotary_factor=0.5,
+        qk_norm_after_rope=True,
         attention=AttentionConfig(sliding_window=3, full_every=3, nope_every=2),
     ),
     "sinks-and-biases": dataclasses.replace(

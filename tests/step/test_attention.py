@@ -22,6 +22,7 @@ FORMS: dict[str, dict] = {
         "qk_norm": True,
         "qk_norm_over": "projection",
         "partial_rotary_factor": 0.5,
+        "qk_norm_after_rope": True,
     },
     "scaled-rotary-latents": {
         "latent": dataclasses.replace(LATENT, rms_norm_eps=1e-3),

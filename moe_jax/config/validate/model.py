@@ -48,6 +48,10 @@ def _check_heads(model: ModelConfig) -> None:
             f"model.num_attention_heads={model.num_attention_heads}: "
             f"use {divisors_text(model.num_attention_heads)}"
         )
+    if model.qk_norm_after_rope and not model.qk_norm:
+        raise ConfigError(
+            "model.qk_norm_after_rope=true without norms: set model.qk_norm=true, or model.qk_norm_after_rope=false"
+        )
 
 
 def _check_latents(model: ModelConfig) -> None:

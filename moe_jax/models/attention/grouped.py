@@ -77,15 +77,20 @@ def _project(
 ) -> tuple[Float[Array, "B N H K"], Float[Array, "B N G K"], Float[Array, "B N G K"]]:
     """Return normed and rotated queries and keys, and values."""
 
+    def norm(query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return _NORMS[model.qk_norm_over](query, key, params, model)
+
     def projection(name: str) -> jax.Array:
         y = jnp.einsum("bnd,dhk->bnhk", h_BND, params[name].astype(h_BND.dtype))
         return y + params[f"{name}_bias"].astype(y.dtype) if f"{name}_bias" in params else y
 
     query, key, value = map(projection, ("query", "key", "value"))
-    if model.qk_norm:
-        query, key = _NORMS[model.qk_norm_over](query, key, params, model)
+    if model.qk_norm and not model.qk_norm_after_rope:
+        query, key = norm(query, key)
     if view.rope:
         query, key = (_rotate(x, position_BN, model) for x in (query, key))
+    if model.qk_norm and model.qk_norm_after_rope:
+        query, key = norm(query, key)
     return query, key, value
 
 
