@@ -5,6 +5,7 @@ call, S slots of the cache, D model width, V vocabulary, T = B·N.
 """
 
 import dataclasses
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,16 +13,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from moe_jax.config import ModelConfig
+from moe_jax.config.layer_layout import Segment, segments
 from moe_jax.models import moe as moe_layer
 from moe_jax.models.attention import attend_cached, kind_of
 from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.models.head import unembed
 from moe_jax.models.layers import mlp, rms_norm, scaled
-from moe_jax.models.parameters import block_params
 from moe_jax.models.sampling import Sampling, draw
 from moe_jax.models.transformer import ComputeConfig, embed
 
-Cache = list[Any]  # one entry per block
+Cache = list[list[Any]]  # of each segment and each block of its period, stacked over periods like the parameters
 
 PREFILL_PIECE = 256  # tokens of each prompt that are processed at once
 
@@ -57,7 +58,7 @@ def prefill(
     """
     model = _dropless(model)
     batch = prompt_BN.shape[0]
-    cache: Cache = [kind_of(model).first_cache(model, batch, slots, compute.dtype) for _ in range(model.num_layers)]
+    cache = _first_cache(model, batch, slots, compute)
     piece = min(prompt_BN.shape[1], PREFILL_PIECE)
 
     def extend(carry: tuple[Cache, jax.Array], number: jax.Array) -> tuple[tuple[Cache, jax.Array], None]:
@@ -90,6 +91,14 @@ def decode(
     return token_KB.T, state
 
 
+def _first_cache(model: ModelConfig, batch: int, slots: int, compute: ComputeConfig) -> Cache:
+    one = kind_of(model).first_cache(model, batch, slots, compute.dtype)
+    return [
+        [jax.tree.map(lambda x, n=segment.repeats: jnp.zeros((n, *x.shape), x.dtype), one) for _ in segment.kinds]
+        for segment in segments(model)
+    ]
+
+
 def _dropless(model: ModelConfig) -> ModelConfig:
     overrides: dict[str, Any] = dict(model.moe.gate_facts.sampled_as)
     moe = dataclasses.replace(model.moe, **overrides)
@@ -115,16 +124,39 @@ def _extend(
 ) -> tuple[Float[Array, "B N D"], Cache]:
     """Return the residual stream of further tokens, the first of which are at `position_B`, and the updated cache."""
     x_BND = embed(params["embedding"], token_BN, model, compute)
-    updated: Cache = []
     position_BN = position_B[:, None] + jnp.arange(token_BN.shape[1])
-    router_inputs = RouterInputs(token_BN, position_BN, None, jnp.int32(0)).flat()
-    for number, (block, view) in enumerate(zip(block_params(params, model), model.views, strict=True)):
-        y_BND, block_cache = attend_cached(block["attention"], x_BND, cache[number], position_B, model, view)
+    inputs, updated, below = RouterInputs(token_BN, position_BN, None, jnp.int32(0)).flat(), [], 0
+    for number, segment in enumerate(segments(model)):
+        period = partial(
+            _period, segment=segment, position_B=position_B, inputs=inputs.above(below), model=model, compute=compute
+        )
+        stacked = params["segments"][number], cache[number], jnp.arange(segment.repeats)
+        x_BND, segment_cache = jax.lax.scan(period, x_BND, stacked)
+        updated.append(segment_cache)
+        below += len(segment.kinds) * segment.repeats
+    return x_BND, updated
+
+
+def _period(
+    x_BND: Float[Array, "B N D"],
+    stacked: tuple[Any, list[Any], Int[Array, ""]],
+    segment: Segment,
+    position_B: Int[Array, " B"],
+    inputs: RouterInputs,
+    model: ModelConfig,
+    compute: ComputeConfig,
+) -> tuple[Float[Array, "B N D"], list[Any]]:
+    """Run the blocks of one period of a segment: parameters, cache and number of the period are given as `stacked`."""
+    params, cache, iteration = stacked
+    updated = []
+    for place, view in enumerate(segment.views):
+        block = params[place]
+        y_BND, block_cache = attend_cached(block["attention"], x_BND, cache[place], position_B, model, view)
         updated.append(block_cache)
         x_BND += y_BND
         h_BND = rms_norm(x_BND, block["norm"], model.rms_norm_eps)
-        y_BND = _feed_forward(block, h_BND, model, compute, router_inputs.above(number))
-        x_BND += scaled(y_BND, model.residual_multiplier)
+        own = inputs.above(iteration * len(segment.kinds) + place)
+        x_BND += scaled(_feed_forward(block, h_BND, model, compute, own), model.residual_multiplier)
     return x_BND, updated
 
 
