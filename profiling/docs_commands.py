@@ -36,6 +36,7 @@ RESULT = RESULTS / "docs_commands.json"
 # Files of the reader's own that a page's commands read, made from files of the project before the page's first command.
 READERS_OWN = {
     "data.md": "mkdir -p my_texts && cp configs/text/shakespeare.txt my.txt && cp my.txt my_texts/",
+    "generate.md": """echo '{"prompt": "ROMEO:"}' > prompts.jsonl""",
     "convert.md": "mkdir -p models && cp -r tests/golden/olmoe models/olmoe",
 }
 
@@ -56,6 +57,7 @@ NEEDS = (
     Need(r"10\.0\.0\.1", "several hosts, this one with the address 10.0.0.1", "hostname -I | grep -w 10.0.0.1"),
     Need(r"\bsbatch ", "SLURM", "command -v sbatch"),
     Need(r"^docker ", "a Docker daemon", "docker info"),
+    Need(r"--chat", "a published model's tokenizer and chat template", "false"),
     Need(r"^tensorboard ", "TensorBoard", "command -v tensorboard"),
     Need(r"bench_gpu\.py$|gpu_day\.sh$", "a GPU", "nvidia-smi"),
     Need(r"--compile v5p", "libtpu", "python -c 'import libtpu'"),

@@ -84,9 +84,9 @@ def _source(folder: Path, settings: Mapping[str, Any]) -> tuple[Path, str]:
     return folder / SETTINGS, found
 
 
-def _to_json(value: object, **settings: Any) -> str:
+def _to_json(value: object, ensure_ascii: bool = False, **settings: Any) -> str:
     """Return JSON without the escapes for HTML that Jinja's own filter adds."""
-    return json.dumps(value, ensure_ascii=False, **settings)
+    return json.dumps(value, ensure_ascii=ensure_ascii, **settings)
 
 
 def _strftime_now(form: str) -> str:

@@ -131,6 +131,12 @@ def test_a_template_makes_the_text_of_a_chat(place, tmp_path):
         template.render([{"role": "tool", "content": "b"}])
 
 
+def test_templates_have_the_functions_that_transformers_gives_them(tmp_path):
+    source = "{{ {'b': '<é>'} | tojson }}{{ ['é'] | tojson(ensure_ascii=True, indent=1) }}{{ strftime_now('%%') }}"
+    (tmp_path / "chat_template.jinja").write_text(source)
+    assert ChatTemplate(tmp_path).render([]) == '{"b": "<é>"}[\n "\\u00e9"\n]%'
+
+
 @pytest.mark.parametrize(
     "source", ["{{ messages.__class__.__mro__ }}", "{% for", "{{ messages.append(1) }}", "{{ 1 // 0 }}"]
 )
