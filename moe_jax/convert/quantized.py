@@ -142,7 +142,7 @@ def quantization_of(hf: HfConfig) -> Quantization | None:
         return None
     method = found.word("quant_method")
     if method == "fp8":
-        found.only("fmt", "e4m3")
+        found.only("fmt", "e4m3", "float8_e4m3fn")  # MiniMax-M2 has the longer name
         found.only("activation_scheme", "dynamic")
         block = found.listed("weight_block_size")
         if len(block) != 2 or any(type(size) is not int or not 0 < size < 2**31 for size in block):

@@ -19,6 +19,16 @@ NO_RUNS = [
         "run tiny.yaml has no checkpoint: train it first, or name another run folder",
     ),
     ("generate: no tokens", "generate --run full --tokens 0", "--tokens=0 must be at least 1"),
+    ("generate: no probability", "generate --run full --top-p 0", "--top-p=0.0 must be above 0"),
+    ("generate: no token to draw from", "generate --run full --top-k 0", "--top-k=0 must be at least 1"),
+    ("generate: a share above 1", "generate --run full --min-p 2", "--min-p=2.0 must be at most 1"),
+    ("generate: no prompts at a time", "generate --run full --batch-size 0", "--batch-size=0 must be at least 1"),
+    ("generate: an empty stop", "generate --run full --stop=", "--stop= is empty: name a text, or leave it out"),
+    (
+        "generate: a system message without a chat",
+        "generate --run full --system brief",
+        "--system=brief is for a chat: use --chat, or leave it out",
+    ),
     (
         "generate: a negative temperature",
         "generate --run full --temperature -1",

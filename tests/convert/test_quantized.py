@@ -87,13 +87,20 @@ def test_a_quantised_model_is_the_dequantised_one(folders):
     assert np.isfinite(logits_in(plain)).all()
 
 
+def test_eight_bits_have_two_names():
+    both = [
+        {"model_type": "minimax_m2", "quantization_config": FP8 | {"fmt": fmt}} for fmt in ("e4m3", "float8_e4m3fn")
+    ]
+    assert [quantization_of(HfConfig(values, "c")) for values in both] == [BlockFp8((128, 128))] * 2
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"quant_method": "awq", "bits": 4}, "quant_method='awq' is not supported: it must be 'fp8' in blocks, or"),
         ({"quant_method": "mxfp4"}, "quant_method='mxfp4' is not supported: it must be 'fp8' in blocks, or 'mxfp4' of"),
         ({"bits": 4}, "has no quant_method"),
-        (FP8 | {"fmt": "e5m2"}, 'fmt="e5m2" is not supported: it must be "e4m3"'),
+        (FP8 | {"fmt": "e5m2"}, 'fmt="e5m2" is not supported: it must be "e4m3" or'),
         (FP8 | {"activation_scheme": "static"}, 'activation_scheme="static" is not supported: it must be "dynamic"'),
         (FP8 | {"weight_block_size": None}, r"weight_block_size=\[\] is not supported: it must be rows and columns"),
         (FP8 | {"weight_block_size": [128, 0]}, r"weight_block_size=\[128, 0\] is not supported"),
