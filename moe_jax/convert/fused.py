@@ -12,13 +12,19 @@ from moe_jax.convert.family import Family
 from moe_jax.convert.tensors import Tensor, TensorRange
 
 _GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+_GRANITE = {  # which stores all experts in two tensors anyway
+    "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
+    "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
+    "block_sparse_moe.router.layer.weight": "block_sparse_moe.router.weight",
+}
+_EITHER = (f".{_GATE_UP}", ".block_sparse_moe.experts.gate_up_proj")
 _PER_EXPERT = "{expert}"
 _OLDER = {"block_sparse_moe.": "mlp.", "mlp.moe_statics.": "mlp.gate.moe_statics."}  # Mixtral's and ERNIE's names
 
 
 def stored_family(family: Family, names: Collection[str]) -> Family:
     """Return the family with the table that fits files with these tensors: the fused one if experts are fused."""
-    if not any(name.endswith(f".{_GATE_UP}") for name in names):
+    if not any(name.endswith(_EITHER) for name in names):
         return family
     return dataclasses.replace(family, block=functools.partial(_rows, family.block))
 
@@ -34,6 +40,8 @@ def _rows(block: Callable[[ModelConfig, str], list[Tensor]], model: ModelConfig,
 
 
 def _newer(name: str) -> str:
+    if name in _GRANITE:
+        return _GRANITE[name]
     for older, newer in _OLDER.items():
         name = name.replace(older, newer)
     return name

@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from moe_jax.config import MeshConfig
 from moe_jax.convert.files import Weights
@@ -52,6 +52,18 @@ def test_fused_experts_are_the_same_parameters(name, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, read(folder), read(GOLDEN / name))
     cut = read(folder, MeshConfig(data=1, expert=2, tensor=2))
     jax.tree.map(np.testing.assert_array_equal, cut, read(GOLDEN / name))
+
+
+def test_granite_has_other_names_for_its_fused_tensors(tmp_path):
+    made = changed("granitemoe", tmp_path)
+    newer = {"input_linear.weight": "experts.gate_up_proj", "output_linear.weight": "experts.down_proj"}
+    newer["router.layer.weight"] = "router.weight"
+    tensors = load_file(made / "model.safetensors")
+    for older, name in newer.items():
+        for each in [each for each in tensors if each.endswith(older)]:
+            tensors[each.replace(older, name)] = tensors.pop(each)
+    save_file(tensors, made / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, read(made), read(GOLDEN / "granitemoe"))
 
 
 def test_a_fused_tensor_of_another_shape_is_refused(tmp_path):
