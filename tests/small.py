@@ -16,6 +16,7 @@ from moe_jax.config import (
     ScheduleConfig,
     TrainConfig,
 )
+from moe_jax.config.layer_layout import segments
 from moe_jax.models.parameters import init_params
 
 
@@ -73,3 +74,13 @@ def first_params(model: ModelConfig) -> Any:
     params = jax.device_get(jax.jit(lambda: init_params(model, 0))())
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda x: x if x.any() else 0.5 * rng.standard_normal(x.shape, np.float32), params)
+
+
+def block_params(params: Any, model: ModelConfig) -> list[Any]:
+    """Each block's own parameters, from the bottom up."""
+    return [
+        jax.tree.map(lambda leaf, period=period: leaf[period], params["segments"][number][place])
+        for number, segment in enumerate(segments(model))
+        for period in range(segment.repeats)
+        for place in range(len(segment.kinds))
+    ]

@@ -4,9 +4,6 @@ Blocks of one segment are stacked: a segment is a run of equal periods (e.g. den
 parameter of a period's block has a leading dimension over the periods, over which a scan iterates.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -15,7 +12,7 @@ from moe_jax.config import ModelConfig
 from moe_jax.config.gates import gate_parameters
 from moe_jax.config.layer_layout import segments
 from moe_jax.parallel.sharding import Dims
-from moe_jax.parallel.trees import ParamDims, Params, Tree
+from moe_jax.parallel.trees import ParamDims, Params
 
 # names of gate matrices, which determine the kind of an MLP
 _GATES = {"swiglu": "gate", "clipped_swiglu": "clipped_gate", "gelu": None}
@@ -193,21 +190,3 @@ def param_dims(model: ModelConfig) -> ParamDims:
     state = jax.eval_shape(lambda: nnx.state(Transformer(model, nnx.Rngs(0)), nnx.Param))
     named = jax.tree.map(lambda param: param.dims, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Param))
     return nnx.to_pure_dict(named)
-
-
-def blocks_of(tree: Tree, model: ModelConfig, take: Callable[[Any, int], Any]) -> list[Tree]:
-    """Return each block's own part of a tree laid out like the parameters, from the bottom up.
-
-    `take(leaf, period)` returns one block's share of a leaf that is stacked over the periods of a segment.
-    """
-    return [
-        jax.tree.map(lambda leaf, period=period: take(leaf, period), tree["segments"][number][place])
-        for number, segment in enumerate(segments(model))
-        for period in range(segment.repeats)
-        for place in range(len(segment.kinds))
-    ]
-
-
-def block_params(params: Params, model: ModelConfig) -> list[Tree]:
-    """Return each block's own parameters, from the bottom up."""
-    return blocks_of(params, model, lambda leaf, period: leaf[period])

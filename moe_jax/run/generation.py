@@ -96,7 +96,7 @@ class Decoder:
             begun = time.perf_counter()
             body = functools.partial(function, **settings, **self._settings)
             mapped = jax.shard_map(body, mesh=self._mesh, in_specs=REPLICATED, out_specs=REPLICATED, check_vma=False)
-            donated = (1,) if function is decode else ()  # the cache is updated in place
+            donated = (1,) if function is decode else ()  # its memory is used again
             program = jax.jit(mapped, donate_argnums=donated)
             self._programs[name] = program.lower(self._params, *arguments).compile()
             self.compile_s += time.perf_counter() - begun

@@ -7,9 +7,10 @@ import pytest
 
 from moe_jax.config import AttentionConfig, MeshConfig, ModelConfig, MoEConfig
 from moe_jax.config.layer_layout import segments
-from moe_jax.models.parameters import block_params, init_params, param_dims, param_shapes
+from moe_jax.models.parameters import init_params, param_dims, param_shapes
 from moe_jax.parallel.mesh import Axis, make_mesh
 from moe_jax.parallel.sharding import partitions, shardings
+from tests.small import block_params
 
 PATTERNS = [
     (4, MoEConfig()),

@@ -19,13 +19,12 @@ from moe_jax.config import Config, OptimizerConfig
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.yaml_io import to_yaml
 from moe_jax.errors import CheckpointError
-from moe_jax.models.parameters import block_params
 from moe_jax.models.stages import in_order
 from moe_jax.step.router_bias import direction
 from moe_jax.step.trainer import make_trainer
 from moe_jax.telemetry.run_log import RunLog
 from tests import references
-from tests.small import small_config
+from tests.small import block_params, small_config
 from tests.step.gradients import assert_equals_reference, mesh_of
 from tests.step.test_trainer import run_steps
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.models.parameters import block_params, param_dims
+from moe_jax.models.parameters import param_dims
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.mesh import expert_axis
 from moe_jax.parallel.sequence_shards import local_tokens
@@ -20,7 +20,7 @@ from moe_jax.step.scheduled.build import make_plan
 from moe_jax.step.scheduled.executor import Tasks
 from moe_jax.step.scheduled.scan_residuals import BlockConsts
 from moe_jax.step.scheduled.step_dims import StepDims
-from tests.small import first_params, small_config, tokens_of
+from tests.small import block_params, first_params, small_config, tokens_of
 from tests.step.gradients import mesh_of
 
 MESHES = [(1, 1), (8, 1), (2, 4), (1, 8)]
