@@ -16,22 +16,34 @@ from moe_jax.files.untrusted import read_json, read_text
 
 FILE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-Message = Mapping[str, str]  # role and content
+Message = Mapping[str, Any]  # role and content
+Marks = tuple[str, str]
 
 
 class ChatTemplate:
-    """The chat template in the folder of a model or run."""
+    """The chat template in the folder of a model or run, or in a `file`.
 
-    def __init__(self, folder: Path):
-        """Raise DataError if the folder has no template, or an invalid one."""
+    With `answer_marks`, the two marks surround what `{% generation %}` blocks print.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        file: Path | None = None,
+        answer_marks: Marks | None = None,
+        cure: str = "put the model's there, or leave out --chat",
+    ):
+        """Raise DataError if there is no template, ending with `cure`, or an invalid one."""
         settings = _settings(folder)
-        self._where, source = _source(folder, settings)
+        self._where, source = _source(folder, settings, cure) if file is None else (file, _read(file))
         self._names = {name: name_of_token(settings.get(name)) or "" for name in _TOKENS}
         jinja2 = optional_package("jinja2")
         sandbox = optional_package("jinja2.sandbox")
         self._error: type[Exception] = jinja2.TemplateError
         environment = sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_tag()]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", _generation_tag(answer_marks or ("", ""))],
         )
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": self._refuse, "strftime_now": _strftime_now}
@@ -40,11 +52,14 @@ class ChatTemplate:
         except self._error as error:
             raise self._invalid(error) from None
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """Return the text of a conversation, up to where the model's answer begins. Raises DataError."""
-        values = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """Return the text of a conversation, up to where the model's answer begins. Raises DataError.
+
+        Without `add_generation_prompt`, it ends with the last message.
+        """
+        values = {"messages": list(messages), "tools": None, "documents": None}
         try:
-            return str(self._template.render(**values, **self._names))
+            return str(self._template.render(**values, add_generation_prompt=add_generation_prompt, **self._names))
         except (self._error, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             raise self._invalid(error) from None
 
@@ -65,23 +80,25 @@ def _settings(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _source(folder: Path, settings: Mapping[str, Any]) -> tuple[Path, str]:
+def _source(folder: Path, settings: Mapping[str, Any], cure: str) -> tuple[Path, str]:
     """Return the file that has the template, and the template."""
     file = folder / FILE
     if file.exists():
-        try:
-            return file, read_text(file)
-        except (OSError, ValueError) as error:
-            raise DataError(f"{file} cannot be read ({error}): fetch it again") from None
+        return file, _read(file)
     found = settings.get("chat_template")
     if isinstance(found, list):  # several, of which one is called default
         named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
         found = named.get("default")
     if not isinstance(found, str):
-        raise DataError(
-            f"{folder} has no {FILE}, and no chat_template in a {SETTINGS}: put the model's there, or leave out --chat"
-        )
+        raise DataError(f"{folder} has no {FILE}, and no chat_template in a {SETTINGS}: {cure}")
     return folder / SETTINGS, found
+
+
+def _read(file: Path) -> str:
+    try:
+        return read_text(file)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file} cannot be read ({error}): fetch it again") from None
 
 
 def _to_json(value: object, ensure_ascii: bool = False, **settings: Any) -> str:
@@ -93,8 +110,8 @@ def _strftime_now(form: str) -> str:
     return datetime.datetime.now().strftime(form)
 
 
-def _generation_tag() -> type:
-    """Return the extension for `{% generation %}`, which marks answers for training and does not change the text."""
+def _generation_tag(marks: Marks) -> type:
+    """Return the extension for `{% generation %}`, which marks answers for training."""
     extension, nodes = optional_package("jinja2.ext").Extension, optional_package("jinja2.nodes")
 
     class Generation(extension):  # type: ignore[misc]
@@ -103,6 +120,7 @@ def _generation_tag() -> type:
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body, lineno=line)
+            begin, end = (nodes.Output([nodes.TemplateData(mark)], lineno=line) for mark in marks)
+            return nodes.Scope([begin, *body, end], lineno=line)
 
     return Generation
