@@ -120,7 +120,7 @@ FIXED = {
     *("schedule.bucket_cap_mb", "schedule.microbatches", "schedule.expert_chunks", "schedule.virtual_stages"),
     *("schedule.pipeline", "schedule.head_blocks", "mesh.experts_over_context", "log.trace_step"),
     *("tune.over", "migration.enabled", "model.moe.capacity_schedule", "train.skip_spikes"),
-    *("model.latent.q_lora_rank", "model.attention.full_every"),
+    *("model.latent.q_lora_rank", "model.attention.full_every", "model.qk_norm_after_rope"),
     *(
         f"model.moe.{name}"
         for name in ("n_group", "topk_group", "router_rank", "slots_per_expert", "shared_gate", "norm_top1_prob")
