@@ -18,8 +18,10 @@ from moe_jax.convert import (
     hunyuan_v1_moe,
     llama,
     minimax_m2,
+    mistral,
     mixtral,
     olmoe,
+    qwen2,
     qwen2_moe,
     qwen3,
     qwen3_moe,
@@ -28,7 +30,7 @@ from moe_jax.convert.family import Family, expert_block_pattern
 from moe_jax.convert.hf_config import ConvertError, HfConfig
 
 _MODULES = (
-    *(mixtral, llama, qwen3, qwen3_moe, olmoe, qwen2_moe, deepseek_v3, deepseek_v2, gpt_oss),
+    *(mixtral, llama, qwen3, qwen2, mistral, qwen3_moe, olmoe, qwen2_moe, deepseek_v3, deepseek_v2, gpt_oss),
     *(dots1, glm4_moe, minimax_m2, ernie4_5_moe, granitemoe, glm4_moe_lite, hunyuan_v1_moe),
 )
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

@@ -30,6 +30,8 @@ DEFAULTS = {
     "minimax_m2": (5e6, 8, 196_608),
     "glm4_moe_lite": (1e4, HEADS, 202_752),
     "hunyuan_v1_moe": (1e4, HEADS, 2048),
+    "qwen2": (1e4, 32, 32_768),
+    "mistral": (1e4, 8, 131_072),
     "granitemoe": (1e4, HEADS, 2048),
     "ernie4_5_moe": (5e5, 4, 131_072),
 }

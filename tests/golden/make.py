@@ -202,6 +202,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0},
         },
     ),
+    "qwen2": ("Qwen2", SHARED | {"intermediate_size": 40, "rope_parameters": {"rope_theta": 1e6}}),
+    "mistral": ("Mistral", SHARED | {"intermediate_size": 40, "head_dim": 12, "sliding_window": 5}),
     "ernie4_5_moe": (
         "Ernie4_5_Moe",
         SHARED
