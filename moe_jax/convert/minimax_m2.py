@@ -14,6 +14,8 @@ _FULL = 1  # in attn_type_list: attention of all pairs, as opposed to linear att
 def _model(hf: HfConfig) -> ModelConfig:
     for name, built in _ONLY.items():
         hf.only(name, built)
+    for part in ("full_attention", "mlp"):  # factors on the residual stream, as in MiniMax-01
+        hf.only(f"layernorm_{part}_beta", 1.0)
     if kinds := set(hf.listed("attn_type_list")) - {_FULL}:
         raise ConvertError(f"{hf.where}: attn_type_list has {min(kinds)}, which is not supported: all must be {_FULL}")
     if hf.has("rotary_dim"):  # the older name

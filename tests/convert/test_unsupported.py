@@ -25,6 +25,8 @@ REFUSED = [
     ("minimax_m2", "use_routing_bias", False, "use_routing_bias=false is not supported: it must be true"),
     ("minimax_m2", "shared_intermediate_size", 64, "shared_intermediate_size=64 is not supported: it must be 0"),
     ("minimax_m2", "attn_type_list", [1, 0], "attn_type_list has 0, which is not supported: all must be 1"),
+    ("minimax_m2", "layernorm_mlp_beta", 3.5, "layernorm_mlp_beta=3.5 is not supported: it must be 1.0"),
+    ("hunyuan_v1_moe", "moe_layer_num_skipped", 1, "moe_layer_num_skipped=1 is not supported: it must be 0"),
     ("ernie4_5_moe", "use_bias", True, "use_bias=true is not supported: it must be false"),
     ("ernie4_5_moe", "moe_norm_min", 0.1, "moe_norm_min=0.1 is not supported: it must be at most 1e-06"),
     ("ernie4_5_moe", "moe_layer_end_index", 0, _AS_BLOCKS),
