@@ -16,6 +16,7 @@ _NAMES = {"self_attn.q_norm.weight": "query", "self_attn.k_norm.weight": "key"} 
 def _model(hf: HfConfig) -> ModelConfig:
     hf.only("use_qk_norm", True)
     hf.only("use_cla", False)
+    hf.only("use_mla", False)
     hf.only("moe_layer_num_skipped", 0)
     own = hf.with_values(_without_alpha(hf))
     top_k = _of_all_blocks(hf, "moe_topk", "num_experts_per_tok")
