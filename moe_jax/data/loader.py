@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_jax.data.chunk_checksums import ChunkChecksums
+from moe_jax.data.token_marks import mark_documents
 from moe_jax.errors import DataError
 
 Batches = grain.DatasetIterator[NDArray[np.int32]]
@@ -28,13 +29,15 @@ def train_batches(
     rows: Sequence[range],
     prefetch: int,
     chunks: ChunkChecksums | None = None,
+    end_of_text: int | None = None,
 ) -> Batches:
     """An infinite iterator of shuffled batches: int32 arrays [total length of `rows`, N + 1].
 
     `tokens` are 1-D; `rows` are this process's rows of a global batch of `batch_size`; `prefetch` batches are read
     ahead in the background. Every epoch contains each sample once, in an order of its own; a batch may span two epochs.
     With `chunks`, a sample with damaged tokens is replaced by the next intact one, and DataError is raised if too many
-    chunks are damaged. Batch b depends only on (tokens, seq_len, batch_size, seed, b). The iterator's state, for
+    chunks are damaged. With `end_of_text`, the token after each one is marked as the first of a document
+    (data/token_marks.py). Batch b depends only on (tokens, seq_len, batch_size, seed, b). The iterator's state, for
     `get_state()` and `set_state()`, is `{"next_index": b}`, so a run may resume with another number of processes.
     """
     tokens = np.asarray(tokens)  # slicing a memmap costs ten times as much as slicing an array
@@ -43,7 +46,7 @@ def train_batches(
 
     def read(batch: int) -> NDArray[np.int32]:
         samples = [order[batch * batch_size + row] for row in local]
-        return _read_samples(tokens, samples, seq_len, chunks)
+        return _read_samples(tokens, samples, seq_len, chunks, end_of_text)
 
     batches = grain.MapDataset.range(sys.maxsize // batch_size).map(read)
     options = grain.ReadOptions(num_threads=min(_THREADS, prefetch), prefetch_buffer_size=prefetch)
@@ -81,11 +84,12 @@ def validation_batches(
     num_batches: int,
     rows: Sequence[range],
     chunks: ChunkChecksums | None = None,
+    end_of_text: int | None = None,
 ) -> list[NDArray[np.int32]]:
     """Fixed validation batches: int32 arrays [total length of `rows`, N + 1], spread evenly over the 1-D `tokens`.
 
-    Every call returns the same ones. There are `num_batches`, or fewer if the tokens do not fill that many without
-    repetition. Raises DataError if they do not fill one.
+    Every call returns the same ones, with marks as in `train_batches`. There are `num_batches`, or fewer if the tokens
+    do not fill that many without repetition. Raises DataError if they do not fill one.
     """
     num_samples = (len(tokens) - 1) // seq_len
     num_batches = min(num_batches, num_samples // batch_size)
@@ -100,18 +104,27 @@ def validation_batches(
     batches = []
     for batch in range(num_batches):
         samples = [(batch * batch_size + row) * num_samples // used for row in local]
-        batches.append(_read_samples(np.asarray(tokens), samples, seq_len, chunks))
+        batches.append(_read_samples(np.asarray(tokens), samples, seq_len, chunks, end_of_text))
     return batches
 
 
 def _read_samples(
-    tokens: NDArray[np.integer], samples: Sequence[int], seq_len: int, chunks: ChunkChecksums | None
+    tokens: NDArray[np.integer],
+    samples: Sequence[int],
+    seq_len: int,
+    chunks: ChunkChecksums | None,
+    end_of_text: int | None,
 ) -> NDArray[np.int32]:
-    """The tokens of some samples [S, N + 1], damaged ones replaced if there are `chunks`. Raises DataError."""
+    """The tokens of some samples [S, N + 1], damaged ones replaced if there are `chunks`. Raises DataError.
+
+    With `end_of_text`, documents are marked.
+    """
     out = np.empty((len(samples), seq_len + 1), np.int32)
     for row, sample in zip(out, samples, strict=True):
         start = sample * seq_len if chunks is None else _first_intact(chunks, sample, seq_len, len(tokens))
         row[:] = tokens[start : start + seq_len + 1]
+    if end_of_text is not None:
+        mark_documents(out, end_of_text)
     return out
 
 

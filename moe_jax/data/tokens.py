@@ -78,9 +78,15 @@ def open_tokens(data: DataConfig, vocab_size: int) -> Tokens:
     """Map the tokens of `data.path` into memory, for a model of `vocab_size` tokens.
 
     Only folders without checksums of chunks, which older versions made, are read and verified here. Raises DataError if
-    tokens are missing, damaged, of a larger vocabulary, or too few for one sequence.
+    tokens are missing, damaged, of a larger vocabulary, or too few for one sequence, or if `data.mask_documents` is set
+    for a .txt file.
     """
     path = find_data(data.path)
+    if data.mask_documents and not path.is_dir():
+        raise DataError(
+            f"data.mask_documents=true, and data.path={path} is one document: prepare a folder of documents with "
+            "scripts/prepare_text.py, or use data.mask_documents=false"
+        )
     chunks: list[ChunkChecksums | None] = [None, None]
     meta = None
     if path.is_dir():

@@ -124,6 +124,7 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
     seq_len, batch_size = config.data.seq_len, config.train.batch_size
     rows = _local_rows(NamedSharding(mesh, BATCH_SPEC), batch_size)
     trainer = make_trainer(config_at(config, first_step + 1), mesh)
+    end_of_text = tokens.meta.end_of_text if config.data.mask_documents and tokens.meta else None
     return Run(
         config=config,
         folder=folder,
@@ -135,6 +136,7 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
             num_batches=config.train.eval_batches,
             rows=rows,
             chunks=tokens.validation_chunks,
+            end_of_text=end_of_text,
         ),
         batches=train_batches(
             tokens.train,
@@ -144,6 +146,7 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
             rows=rows,
             prefetch=config.data.prefetch,
             chunks=tokens.train_chunks,
+            end_of_text=end_of_text,
         ),
         first_step=first_step,
         identity=identity_of(folder, first_step, tokens),
