@@ -1,10 +1,17 @@
 """Marks on tokens: which document a token is of, and which targets the loss counts."""
 
+import dataclasses
+from pathlib import Path
+
 import jax.numpy as jnp
 import numpy as np
 
+from moe_jax.config import DataConfig, LogConfig
 from moe_jax.data.loader import train_batches, validation_batches
+from moe_jax.data.prepare import prepare_text
 from moe_jax.data.token_marks import FIRST, UNCOUNTED, counted, documents, indices, mark_documents
+from moe_jax.run.setup import open_run
+from tests.small import small_config
 
 END = 9
 TOKENS = np.array([4, 5, END, 6, END, END, 7, 8, 1, 2, 3, END, 4])
@@ -25,6 +32,19 @@ def test_an_end_with_a_mark_is_an_end() -> None:
     mark_documents(batch, END)
     np.testing.assert_array_equal(documents(jnp.asarray(batch))[0], [0, 1, 1, 2, 2])
     np.testing.assert_array_equal(counted(jnp.asarray(batch))[0], [0, 0, 1, 0, 1])
+
+
+def test_a_run_marks_the_documents_of_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "lines.jsonl").write_text('{"text": "to be"}\n' * 250)
+    prepare_text(tmp_path / "lines.jsonl", tmp_path / "tokens")
+    for is_masked in (False, True):
+        settings = DataConfig(path=str(tmp_path / "tokens"), seq_len=12, mask_documents=is_masked)
+        log = LogConfig(dir=str(tmp_path / "run"))
+        config = dataclasses.replace(small_config(8, 1, model={"vocab_size": 256}), data=settings, log=log)
+        run = open_run(config)
+        for batch in (next(run.batches), run.validation[0]):
+            assert bool((batch & FIRST).any()) == is_masked
+            np.testing.assert_array_equal((batch[:, 1:] & FIRST) != 0, is_masked & (batch[:, :-1] & 255 == 255))
 
 
 def test_the_largest_vocabulary_leaves_room_for_marks() -> None:

@@ -56,6 +56,14 @@ def test_a_text_file_is_its_bytes_and_its_end_validates(text: Path) -> None:
     assert tokens.vocab_size == 256
 
 
+def test_a_text_file_has_no_documents_to_mask(text: Path, folder: Path) -> None:
+    assert refusal(text, mask_documents=True) == (
+        f"data.mask_documents=true, and data.path={text} is one document: prepare a folder of documents with "
+        "scripts/prepare_text.py, or use data.mask_documents=false"
+    )
+    assert open_tokens(data(folder, mask_documents=True), 256).meta
+
+
 def test_a_folder_has_its_own_split_and_vocabulary(folder: Path) -> None:
     tokens = open_tokens(data(folder, validation_fraction=0.5), 1000)
     assert isinstance(tokens.train, np.memmap)
