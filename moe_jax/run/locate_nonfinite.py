@@ -57,11 +57,11 @@ def write_first_bad(run: Run, state: State, bad: BadStep) -> dict[str, Any]:
     gradients = _wrong_parameters(_gradients(config, mesh)(params, batch, done, slot_ME), config)
     places = ["embedding", *(f"block {k}" for k in range(config.model.num_layers)), "logits"]
     first = next((w for w, wrong_P in enumerate(wrong_WP) if wrong_P.any()), None)
-    tokens = open_tokens(config.data, config.model.vocab_size).train
+    tokens, data, train = open_tokens(config.data, config.model.vocab_size), config.data, config.train
     found = {
         **{name: value if math.isfinite(value) else str(value) for name, value in bad._asdict().items()},
         "batch": step - 1,
-        "samples": sample_indices(tokens, config.data.seq_len, config.train.batch_size, config.train.seed, step - 1),
+        "samples": sample_indices(tokens.train, data.seq_len, train.batch_size, train.seed, step - 1, tokens.is_packed),
         "first_output": None if first is None else places[first],
         "devices": [] if first is None else np.flatnonzero(wrong_WP[first]).tolist(),
         "first_gradient": next((p for p in (*reversed(places[1:-1]), None) if p in gradients), None),

@@ -124,7 +124,8 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
     seq_len, batch_size = config.data.seq_len, config.train.batch_size
     rows = _local_rows(NamedSharding(mesh, BATCH_SPEC), batch_size)
     trainer = make_trainer(config_at(config, first_step + 1), mesh)
-    end_of_text = tokens.meta.end_of_text if config.data.mask_documents and tokens.meta else None
+    finds_documents = config.data.mask_documents and not tokens.is_packed  # packed sequences have marks
+    end_of_text = tokens.meta.end_of_text if finds_documents and tokens.meta else None
     return Run(
         config=config,
         folder=folder,
@@ -137,6 +138,7 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
             rows=rows,
             chunks=tokens.validation_chunks,
             end_of_text=end_of_text,
+            is_packed=tokens.is_packed,
         ),
         batches=train_batches(
             tokens.train,
@@ -147,6 +149,7 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
             prefetch=config.data.prefetch,
             chunks=tokens.train_chunks,
             end_of_text=end_of_text,
+            is_packed=tokens.is_packed,
         ),
         first_step=first_step,
         identity=identity_of(folder, first_step, tokens),

@@ -113,8 +113,10 @@ def test_a_meta_that_is_not_json_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"format": 2}, "has format=2, and this version reads format=1"),
-        ({"format": None}, "has format=None, and this version reads format=1"),
+        ({"format": 3}, "has format=3, and this version reads format=1 and 2"),
+        ({"format": None}, "has format=None, and this version reads format=1 and 2"),
+        ({"format": 2}, "has no usable seq_len"),  # of packed sequences
+        ({"seq_len": 16}, "has no usable seq_len"),  # of a stream
         ({"vocab_size": None}, "has no usable vocab_size"),
         ({"train_tokens": "many", "validation_crc32": None}, "has no usable train_tokens, validation_crc32"),
         ({"dtype": "float32"}, "has no usable dtype"),
