@@ -37,6 +37,11 @@ def counted(target_BN: Int[Array, "B N"]) -> Bool[Array, "B N"]:
     return target_BN & (FIRST | UNCOUNTED) == 0
 
 
+def num_targets(token_SN1: NDArray[np.int32]) -> int:
+    """Return how many targets of these sequences the loss counts; at least 1."""
+    return max(int((token_SN1[:, 1:] & (FIRST | UNCOUNTED) == 0).sum()), 1)
+
+
 def documents(token_BN: Int[Array, "B N"]) -> Int[Array, "B N"]:
     """Return the number of each token's document in its sequence, from 0."""
     return jax.numpy.cumsum((token_BN & FIRST != 0).astype(jax.numpy.int32), axis=1)

@@ -9,7 +9,7 @@ import numpy as np
 from moe_jax.config import DataConfig, LogConfig
 from moe_jax.data.loader import train_batches, validation_batches
 from moe_jax.data.prepare import prepare_text
-from moe_jax.data.token_marks import FIRST, UNCOUNTED, counted, documents, indices, mark_documents
+from moe_jax.data.token_marks import FIRST, UNCOUNTED, counted, documents, indices, mark_documents, num_targets
 from moe_jax.run.setup import open_run
 from tests.small import small_config
 
@@ -25,6 +25,7 @@ def test_documents_begin_after_the_end_of_a_text() -> None:
     np.testing.assert_array_equal(documents(marked)[0], [0, 0, 0, 1, 1, 2, 3, 3, 3, 3, 3, 3, 4])
     # each token but the last has a target: its document's end counts, another document's first token does not
     np.testing.assert_array_equal(counted(marked[:, 1:])[0], [1, 1, 0, 1, 0, 0, 1, 1, 1, 1, 1, 0])
+    assert num_targets(batch) == 8
 
 
 def test_an_end_with_a_mark_is_an_end() -> None:
@@ -42,6 +43,7 @@ def test_a_run_marks_the_documents_of_its_folder(tmp_path: Path) -> None:
         log = LogConfig(dir=str(tmp_path / "run"))
         config = dataclasses.replace(small_config(8, 1, model={"vocab_size": 256}), data=settings, log=log)
         run = open_run(config)
+        assert run.validation_weights == ([num_targets(run.validation[0])] if is_masked else [1])
         for batch in (next(run.batches), run.validation[0]):
             assert bool((batch & FIRST).any()) == is_masked
             np.testing.assert_array_equal((batch[:, 1:] & FIRST) != 0, is_masked & (batch[:, :-1] & 255 == 255))
