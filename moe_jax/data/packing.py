@@ -5,16 +5,17 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_jax.data.token_marks import FIRST, UNCOUNTED
+from moe_jax.data.token_marks import UNCOUNTED
 
 OPEN = 256  # sequences that may still receive documents
 
 
-def pack(documents: Iterable[NDArray[np.uint32]], length: int, filler: int) -> Iterator[NDArray[np.uint32]]:
-    """Yield sequences of `length` tokens made of documents of at most `length` tokens.
+def pack(documents: Iterable[NDArray[np.uint32]], length: int) -> Iterator[NDArray[np.uint32]]:
+    """Yield sequences of `length` tokens made of documents of at most `length` tokens with marks.
 
-    The rest of a sequence is filled with the token `filler`, as a document of its own that is not counted. When a
-    document fits into none of OPEN sequences, the fullest one of them is complete.
+    When a document fits into none of OPEN sequences, the fullest one of them is complete. Its rest is filled with
+    copies of its documents, the last one cut off, none of whose tokens is counted. Copies, because routers send them
+    where they send text; equal tokens would all go to the same few experts.
     """
     parts: list[list[NDArray[np.uint32]]] = []
     room = np.empty(0, np.int64)  # of each open sequence
@@ -24,7 +25,7 @@ def pack(documents: Iterable[NDArray[np.uint32]], length: int, filler: int) -> I
         if not len(fits):
             if len(parts) == OPEN:
                 fullest = int(room.argmin())
-                yield _filled(parts.pop(fullest), length, filler)
+                yield _filled(parts.pop(fullest), length)
                 room = np.delete(room, fullest)
             parts.append([])
             room = np.append(room, length)
@@ -32,12 +33,11 @@ def pack(documents: Iterable[NDArray[np.uint32]], length: int, filler: int) -> I
         parts[place].append(document)
         room[place] -= len(document)
     for each in parts:
-        yield _filled(each, length, filler)
+        yield _filled(each, length)
 
 
-def _filled(documents: list[NDArray[np.uint32]], length: int, filler: int) -> NDArray[np.uint32]:
-    sequence = np.full(length, filler | UNCOUNTED, np.uint32)
-    used = sum(map(len, documents))
-    sequence[:used] = np.concatenate(documents)
-    sequence[used : used + 1] |= FIRST
+def _filled(documents: list[NDArray[np.uint32]], length: int) -> NDArray[np.uint32]:
+    joined = np.concatenate(documents)
+    sequence = np.resize(joined, length)
+    sequence[len(joined) :] |= UNCOUNTED
     return sequence

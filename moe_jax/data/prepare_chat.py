@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from moe_jax.data.chat_template import MARKS, ChatTemplate, Span, load_chat_template
+from moe_jax.data.answer_spans import MARKS, Span, rendered
+from moe_jax.data.chat_template import ChatTemplate
 from moe_jax.data.chunk_checksums import CHUNK_BYTES, write_checksums
 from moe_jax.data.packing import pack
 from moe_jax.data.text_files import find_files, has_records, read_records
@@ -87,7 +88,7 @@ def prepare_chat(
             sizes: dict[str, int] = {}
             for split, number in zip(SPLITS, (count - num_validation, num_validation), strict=True):
                 conversations = encoder.encoded(itertools.islice(progress, number), seq_len + 1, facts)
-                sequences = pack(conversations, seq_len + 1, bpe.end_of_text)
+                sequences = pack(conversations, seq_len + 1)
                 sizes |= _write(folder / f"{split}.bin", split, sequences, facts)
             if not all(sizes[f"{split}_tokens"] for split in SPLITS):
                 raise DataError(
@@ -163,12 +164,15 @@ class _Encoder:
                     f"{where} spells out the special token {name!r}, which would end or begin a turn: remove it"
                 )
         if self._template is None:
-            self._template = load_chat_template(self._folder, self._file)
-        rendered = self._template.render(messages, where)
-        ids, starts = self._tokenizer.encode_with_starts(rendered.text, special_tokens=True)
+            self._template = ChatTemplate(self._folder, self._file, MARKS, "put the model's there, or use --template")
+        try:
+            conversation = rendered(self._template, messages)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
+        ids, starts = self._tokenizer.encode_with_starts(conversation.text, special_tokens=True)
         if not len(ids):
             raise DataError(f"{where} has no text: remove it")
-        return _marked(ids, _inside(starts, rendered.spans))
+        return _marked(ids, _inside(starts, conversation.answers))
 
 
 def _write(file: Path, split: str, sequences: Iterator[NDArray[np.uint32]], facts: Counter[str]) -> dict[str, int]:

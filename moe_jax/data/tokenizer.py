@@ -232,7 +232,7 @@ def load_model_tokenizer(path: Path) -> tuple[Path, BpeTokenizer]:
     settings = file.with_name("tokenizer_config.json")
     try:
         found = read_json(settings) if settings.exists() else {}
-        begin, end = (_name(found.get(key)) for key in ("bos_token", "eos_token"))
+        begin, end = (name_of_token(found.get(key)) for key in ("bos_token", "eos_token"))
         adds = found.get("add_bos_token")
     except (OSError, ValueError, AttributeError) as error:
         raise DataError(f"{settings} cannot be read ({error}): fetch it again") from None
@@ -246,8 +246,8 @@ def load_model_tokenizer(path: Path) -> tuple[Path, BpeTokenizer]:
     return file, tokenizer
 
 
-def _name(token: Any) -> str | None:
-    """The name of a token, which may be written as an object with its properties; None if it has no name."""
+def name_of_token(token: Any) -> str | None:
+    """The name of a token, which tokenizer_config.json may write as an object; None if it has no name."""
     name = token.get("content") if isinstance(token, dict) else token
     return name if isinstance(name, str) else None
 

@@ -9,6 +9,7 @@ import pytest
 from tokenizers import AddedToken
 
 from moe_jax.config import DataConfig
+from moe_jax.data.answer_spans import MARKS, rendered
 from moe_jax.data.chat_template import ChatTemplate
 from moe_jax.data.loader import train_batches, validation_batches
 from moe_jax.data.packing import pack
@@ -28,7 +29,7 @@ BLOCKS = (  # what the assistant says is not a beginning of what follows: earlie
     "{% generation %}{{ m.content if loop.last else m.content.split('|')[-1] }}</s>{% endgeneration %}"
     "{% else %}U:{{ m.content }}{% endif %}{% endfor %}"
 )
-SEQ_LEN = 60
+SEQ_LEN, SEVENTY = 60, 70
 
 
 def said(role: str, content: str) -> dict[str, str]:
@@ -77,15 +78,18 @@ def parts(folder: Path, sequence: np.ndarray) -> list[tuple[str, str]]:
 
 
 def test_what_the_assistant_says_is_counted(model: Path, tmp_path: Path) -> None:
-    made = prepared(tmp_path, [{"messages": TALK}] * 2, seq_len=70)
-    (sequence,) = sequences(tmp_path, seq_len=70)
-    (talk, filler) = parts(tmp_path, sequence)
+    made = prepared(tmp_path, [{"messages": TALK}] * 2, seq_len=SEVENTY)
+    (sequence,) = sequences(tmp_path, seq_len=SEVENTY)
+    (talk, filling) = parts(tmp_path, sequence)
     assert talk == (TEXT, "Ich wörde.<|im_end|>\n…言葉<|im_end|>\n")
-    assert set(filler[0].split("</s>")) == {""}
-    assert filler[1] == ""
-    assert np.count_nonzero(sequence & (UNCOUNTED - 1) == load_tokenizer(tmp_path / "out").vocab_size - 2) == 4
+    assert filling[0]
+    assert TEXT.startswith(filling[0].rstrip("\ufffd"))
+    assert filling[1] == ""
+    starts = np.flatnonzero(sequence & FIRST)
+    assert made.filling_tokens == 2 * (SEVENTY + 1 - starts[1])
     assert made.counted_tokens == 2 * np.count_nonzero(sequence & (FIRST | UNCOUNTED) == 0)
-    assert made.filling_tokens == 2 * filler[0].count("</s>")
+    ids = sequence[: starts[1]] & (UNCOUNTED - 1)
+    assert np.count_nonzero(ids == load_tokenizer(tmp_path / "out").vocab_size - 2) == 4, "<|im_start|> is one token"
     assert verify_tokens(tmp_path / "out") == made.meta == read_meta(tmp_path / "out")
 
 
@@ -106,29 +110,31 @@ def test_generation_blocks_say_what_the_assistant_says(model: Path, tmp_path: Pa
 
 def test_a_template_that_changes_earlier_turns_needs_blocks(model: Path) -> None:
     plain = BLOCKS.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    template = ChatTemplate(plain, "t.jinja", {"bos_token": "<s>"})
+    (model / "chat_template.jinja").write_text(plain)
+    template = ChatTemplate(model, None, MARKS)
     messages = [said("user", "a"), said("assistant", "hm|b"), said("user", "c")]
-    assert template.render(messages[:2], "here").text == "<s>U:aA:hm|b</s>"
-    with pytest.raises(DataError, match=r"here: t\.jinja renders turn 2 in another way once others .*--template"):
-        template.render(messages, "here")
+    assert rendered(template, messages[:2]) == ("<s>U:aA:hm|b</s>", [(6, 16)])
+    with pytest.raises(DataError, match=r"renders turn 2 in another way once others .*--template"):
+        rendered(template, messages)
 
 
-def test_templates_have_what_published_ones_use_and_no_more() -> None:
-    def rendered(source: str) -> str:
-        return ChatTemplate(source, "t.jinja", {"bos_token": "<s>"}).render([said("user", "ö")], "line 1").text
+def test_templates_have_what_published_ones_use_and_no_more(model: Path) -> None:
+    def text(source: str) -> str:
+        (model / "t.jinja").write_text(source)
+        return ChatTemplate(model, model / "t.jinja").render([said("user", "ö")])
 
-    assert rendered("{{ bos_token }}{{ messages[0] | tojson }}") == '<s>{"role": "user", "content": "ö"}'
-    assert rendered("{% for m in messages %}{% break %}{% endfor %}{{ strftime_now('%Y') }}") >= "2026"
+    assert text("{{ bos_token }}{{ messages[0] | tojson }}") == '<s>{"role": "user", "content": "ö"}'
+    assert text("{% for m in messages %}{% break %}{% endfor %}{{ strftime_now('%Y') }}") >= "2026"
     for source, reason in (
         ("{{ raise_exception('no system prompt') }}", "no system prompt"),
         ("{{ messages.append(1) }}", "unsafe"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ none + 1 }}", "unsupported operand"),
     ):
-        with pytest.raises(DataError, match=f"line 1: t.jinja refuses it .*{reason}"):
-            rendered(source)
-    with pytest.raises(DataError, match=r"t\.jinja is no chat template"):
-        rendered("{% if %}")
+        with pytest.raises(DataError, match=f"t.jinja .*{reason}"):
+            text(source)
+    with pytest.raises(DataError, match=r"t\.jinja fails"):
+        text("{% if %}")
 
 
 def test_sequences_are_filled_with_whole_conversations() -> None:
@@ -136,9 +142,13 @@ def test_sequences_are_filled_with_whole_conversations() -> None:
     documents = [np.full(length, length, np.uint32) for length in (5, 7, 3, 4, 2, 10, 1)]
     for document in documents:
         document[0] |= FIRST
-    packed = [sequence & (UNCOUNTED - 1) for sequence in pack(documents, 10, 0)]
-    assert [np.unique(sequence).tolist() for sequence in packed] == [[2, 3, 5], [0, 1, 7], [0, 4], [10]]
-    assert sorted(np.concatenate(packed)[np.concatenate(packed) > 0]) == sorted(np.concatenate(documents) & 15)
+    packed = list(pack(documents, 10))
+    lengths = [[5] * 5 + [3] * 3 + [2] * 2, [7] * 7 + [1] + [7] * 2, [4] * 10, [10] * 10]
+    filling = [0, 2, 6, 0]
+    assert [(sequence & 15).tolist() for sequence in packed] == lengths
+    assert [np.flatnonzero(sequence & FIRST).tolist() for sequence in packed] == [[0, 5, 8], [0, 7, 8], [0, 4, 8], [0]]
+    counted = [np.flatnonzero(sequence & UNCOUNTED == 0).tolist() for sequence in packed]
+    assert counted == [list(range(10 - number)) for number in filling]
 
 
 def test_training_reads_each_sequence_as_it_was_packed(model: Path, tmp_path: Path) -> None:
@@ -211,5 +221,5 @@ def test_bad_options_are_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"--tokenizer=.* must be a folder with a tokenizer\.json"):
         prepared(tmp_path, answers, tokenizer=tmp_path)
     (model / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    with pytest.raises(DataError, match=r"has no chat template, neither .*: name one by --template"):
+    with pytest.raises(DataError, match=r"has no chat_template\.jinja, .*: put the model's there, or use --template"):
         prepared(tmp_path, [{"messages": TALK}] * 2)
