@@ -14,8 +14,8 @@ def pack(documents: Iterable[NDArray[np.uint32]], length: int) -> Iterator[NDArr
     """Yield sequences of `length` tokens made of documents of at most `length` tokens with marks.
 
     When a document fits into none of OPEN sequences, the fullest one of them is complete. Its rest is filled with
-    copies of its documents, the last one cut off, none of whose tokens is counted. Copies, because routers send them
-    where they send text; equal tokens would all go to the same few experts.
+    copies of its documents, the last one cut off, none of whose tokens is counted. Routers send copies where they send
+    text; equal filling tokens would all go to the same experts.
     """
     parts: list[list[NDArray[np.uint32]]] = []
     room = np.empty(0, np.int64)  # of each open sequence
