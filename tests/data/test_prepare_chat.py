@@ -118,6 +118,16 @@ def test_a_template_that_changes_earlier_turns_needs_blocks(model: Path) -> None
         rendered(template, messages)
 
 
+def test_a_generation_prompt_may_begin_what_an_answer_lacks(model: Path) -> None:
+    (model / "chat_template.jinja").write_text(
+        CHATML.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
+    )
+    template, question = ChatTemplate(model, None, MARKS), said("user", "a")
+    for answer, counted in (("b", "b<|im_end|>\n"), ("<think>c</think>b", "c</think>b<|im_end|>\n")):
+        text, spans = rendered(template, [question, said("assistant", answer)])
+        assert [text[slice(*span)] for span in spans] == [counted]
+
+
 def test_templates_have_what_published_ones_use_and_no_more(model: Path) -> None:
     def text(source: str) -> str:
         (model / "t.jinja").write_text(source)
