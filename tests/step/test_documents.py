@@ -1,12 +1,14 @@
 """Sequences of several documents: each is trained on as if it were alone."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from moe_jax.config import Config
 from moe_jax.data.token_marks import FIRST, UNCOUNTED, mark_documents
+from moe_jax.run.step_hooks import _validate
 from moe_jax.step.trainer import make_trainer
 from tests.small import first_params, small_config
 from tests.step.gradients import mesh_of
@@ -51,3 +53,8 @@ def test_a_batch_without_targets_has_no_loss() -> None:
     config = of_documents(small_config(1, 1, model={"num_layers": 1}, batch_size=2, seq_len=LENGTH, num_experts=0))
     batch = np.full((2, LENGTH + 1), 5 | UNCOUNTED, np.int32)
     assert make_trainer(config, mesh_of(config)).evaluate(first_params(config.model), batch) == 0
+
+
+def test_a_validation_loss_is_the_mean_over_the_targets_of_all_batches() -> None:
+    means, run = {0: 1.0, 1: 3.0}, SimpleNamespace(validation=[0, 1], validation_weights=[3, 1], on_mesh=lambda x: x)
+    assert _validate(lambda params, batch, slots: means[batch], {"params": ()}, run) == 1.5
