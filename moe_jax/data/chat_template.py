@@ -101,9 +101,9 @@ def _read(file: Path) -> str:
         raise DataError(f"{file} cannot be read ({error}): fetch it again") from None
 
 
-def _to_json(value: object, **settings: Any) -> str:
+def _to_json(value: object, ensure_ascii: bool = False, **settings: Any) -> str:
     """Return JSON without the escapes for HTML that Jinja's own filter adds."""
-    return json.dumps(value, ensure_ascii=False, **settings)
+    return json.dumps(value, ensure_ascii=ensure_ascii, **settings)
 
 
 def _strftime_now(form: str) -> str:
