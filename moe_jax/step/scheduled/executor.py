@@ -67,8 +67,7 @@ class Tasks:
             parts = (jnp.split(x_Bn, dims.microbatches) for x_Bn in tokens)
             self.tokens = list(map(OwnTokens, *parts))
         # what gates read besides features, before block 0
-        inputs = consts.router_inputs
-        self.router_inputs = None if inputs is None else inputs.parts(dims.microbatches)
+        self.router_inputs = consts.router_inputs and consts.router_inputs.parts(dims.microbatches)
         self.documents = consts.documents(dims.microbatches)
         self.slots = consts.slots  # placement of each block's experts, if not in order
         self.x: dict[int, jax.Array] = {}  # residual stream of each microbatch
