@@ -18,6 +18,7 @@ from moe_jax.data.token_marks import FIRST, UNCOUNTED
 from moe_jax.data.tokenizer import load_tokenizer
 from moe_jax.data.tokens import open_tokens, read_meta, verify_tokens
 from moe_jax.errors import DataError
+from tests.bad_input.cases import COMMANDS
 from tests.data.tokenizer_kinds import byte_level
 
 CHATML = (
@@ -216,6 +217,23 @@ def test_bad_conversations_are_refused_by_line(record: Any, problem: str, model:
     with pytest.raises(DataError, match=f"chat.jsonl, line 2:? {problem}"):
         prepared(tmp_path, [{"prompt": "a", "completion": "b"}, record])
     assert not (tmp_path / "out").exists()
+
+
+def test_the_command_prints_what_training_needs(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [{"prompt": "a", "completion": "b"}, {"prompt": "", "completion": "c" * 99}] * 2
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, records)))
+    monkeypatch.chdir(tmp_path)
+    arguments = "prepare_chat chat.jsonl out --tokenizer model --seq-len 60 --validation-fraction 0.5"
+    monkeypatch.setattr("sys.argv", arguments.split())
+    COMMANDS["prepare_chat"]()
+    vocab_size = read_meta(tmp_path / "out").vocab_size
+    assert capsys.readouterr().out == (
+        "warning: of 4 conversations 2 are longer than a sequence: they are left out\n"
+        "1 sequences to train and 1 to validate; 3.3% of their tokens count in the loss, 95.1% are filling; "
+        f"use data.path=out data.mask_documents=true data.seq_len=60 model.vocab_size={vocab_size}\n"
+    )
 
 
 def test_bad_options_are_refused(model: Path, tmp_path: Path) -> None:
