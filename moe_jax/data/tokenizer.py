@@ -4,6 +4,7 @@ import importlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -122,6 +123,25 @@ class BpeTokenizer:
 
     def encode_long(self, pieces: Iterable[str]) -> Iterator[list[int]]:
         return encode_long(map(_without_surrogates, pieces), self._encode_with_starts)
+
+    def encode_with_starts(self, text: str, special_tokens: bool = False) -> Encoded:
+        """Return the tokens of a text, with the character at which each begins.
+
+        With `special_tokens`, those that the text spells out are themselves, as in a rendered chat template.
+        """
+        self._bpe.encode_special_tokens = not special_tokens
+        try:
+            return self._encode_with_starts([_without_surrogates(text)])[0]
+        finally:
+            self._bpe.encode_special_tokens = True
+
+    def special_token_in(self, text: str) -> str | None:
+        """The name of a special token that a text spells out; None if there is none."""
+        return next((name for name in self._special_names if name in text), None)
+
+    @cached_property
+    def _special_names(self) -> list[str]:
+        return [token.content for token in self._bpe.get_added_tokens_decoder().values() if token.special]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._bpe.decode(list(tokens), skip_special_tokens=False)

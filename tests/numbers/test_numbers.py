@@ -48,7 +48,7 @@ OTHER = {
         "| | |": SETTING,
         "| `model_type` |": SETTING,
     },
-    "exchange.md": {"| `exchange.algorithm` |": SETTING, "| way |": "what the linked reports measured"},
+    "exchange.md": {"| `exchange.algorithm` |": SETTING, "| implementation |": "what the linked reports measured"},
     "generate.md": {"| option |": SETTING},
     "gates.md": {"| gate | scores": SETTING},
     "log.md": {"| `unified` |": NO_PROGRAM, "| milliseconds of cycle estimates |": NO_PROGRAM},
