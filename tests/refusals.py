@@ -19,6 +19,16 @@ REFUSED = {
         "optimizer.zero=2 sums each part of a batch, which is not for the ticks of schedule.pipeline=1f1b, after "
         "which gradients are summed: use optimizer.zero=1"
     ),
+    "optimizer.name=sgd": "optimizer.name=sgd must be adamw or muon or lion or adafactor",
+    "optimizer.name=moun": "optimizer.name=moun must be adamw or muon or lion or adafactor: did you mean muon?",
+    "optimizer.momentum=0.9": (
+        "optimizer.momentum=0.9 is of optimizer muon, and optimizer.name=adamw: set optimizer.name=muon, or "
+        "optimizer.momentum=0.95"
+    ),
+    "optimizer.name=lion optimizer.eps=1e-6": (
+        "optimizer.eps=1e-06 is of optimizer adamw and muon, and optimizer.name=lion: set optimizer.name=adamw, or "
+        "optimizer.eps=1e-08"
+    ),
     "optimizer.beta2=1": "optimizer.beta2=1.0 must be at least 0 and below 1",
     "optimizer.final_fraction=1.5": "optimizer.final_fraction=1.5 must be at most 1",
     "data.validation_fraction=1": "data.validation_fraction=1.0 must lie between 0 and 1",

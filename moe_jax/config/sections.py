@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from moe_jax.config.facts import ExchangeFacts, GateFacts, PipelineFacts, PolicyFacts
+from moe_jax.config.facts import ExchangeFacts, GateFacts, OptimizerFacts, PipelineFacts, PolicyFacts
 from moe_jax.config.ranges import (
     ALONG_AXIS,
     ANY,
@@ -34,6 +34,7 @@ from moe_jax.config.registry import (
     EXCHANGE_FACTS,
     GATE_FACTS,
     NO_HOOKS,
+    OPTIMIZER_FACTS,
     PIPELINE_FACTS,
     POLICY_FACTS,
     REDUCTION_FACTS,
@@ -41,9 +42,11 @@ from moe_jax.config.registry import (
 from moe_jax.config.step_kinds import STEP_FACTS, StepFacts, StepKindName
 
 if TYPE_CHECKING:  # type checkers cannot evaluate the registries
+    OptimizerName = str
     PipelineName = str
     ReductionName = str
 else:
+    OptimizerName = Literal[tuple(OPTIMIZER_FACTS)]
     PipelineName = Literal[tuple(PIPELINE_FACTS)]
     ReductionName = Literal[tuple(REDUCTION_FACTS)]
 
@@ -432,8 +435,9 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with a learning-rate schedule, weight decay, and gradients clipped by their global norm."""
+    """The optimizer, with a learning-rate schedule, weight decay, and gradients clipped by their global norm."""
 
+    name: OptimizerName = "adamw"  # muon, lion or adafactor, see docs/optimizers.md
     learning_rate: float = number(1e-3, Range(0, LARGE))  # at the end of the warm-up
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_steps: int = number(100, Range(0, ANY))  # before the first step at learning_rate
@@ -441,11 +445,21 @@ class OptimizerConfig:
     beta1: float = number(0.9, Range(0, 1, below=True))
     beta2: float = number(0.95, Range(0, 1, below=True))
     eps: float = number(1e-8, Range(0, LARGE, above=True))
+    momentum: float = number(0.95, Range(0, 1, below=True))  # of muon's matrices
+    # muon's iterations that orthogonalize a matrix, and the type of their products' operands; auto: float32 on CPUs,
+    # else bfloat16
+    newton_schulz_steps: int = number(5, Range(1, 100))
+    newton_schulz_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     weight_decay: float = number(0.1, Range(0, LARGE))  # on matrices; vectors are not decayed
     clip_norm: float | None = number(1.0, Range(0, FINITE, above=True))  # null: no clipping
     # what is sharded over the devices that have the same parameters (ZeRO): 0, nothing; 1, moments; 2, gradients, too:
     # with train.grad_accumulation the gradients of each part of a batch are summed over devices separately
     zero: Literal[0, 1, 2] = 0
+
+    @property
+    def facts(self) -> OptimizerFacts:
+        """The declared properties of the optimizer."""
+        return OPTIMIZER_FACTS.of(self.name)
 
 
 @dataclass(frozen=True, kw_only=True)

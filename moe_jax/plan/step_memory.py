@@ -13,7 +13,7 @@ class StepMemory:
 
     moment: Moment
     parameters: int
-    optimizer: int  # both moments
+    optimizer: int  # moments
     batch: int
     activations: int  # stored for the backward pass
     gradients: int

@@ -1,10 +1,10 @@
-"""AdamW with warm-up and decay of the learning rate, and no weight decay for vectors."""
+"""The optimizer of a config: updates by one of `optimizers/`, weight decay, and the learning rate of each step."""
 
 from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from moe_jax.config import Config
 from moe_jax.models.parameters import param_dims, param_shapes
@@ -12,6 +12,8 @@ from moe_jax.parallel.mesh import expert_axis
 from moe_jax.parallel.sharding import REPLICATED, Dims, map_dims, partitions
 from moe_jax.parallel.trees import Cuts, ParamDims, Params, Specs, Tree
 from moe_jax.parallel.zero import ShardSpec, cuts_of, no_cuts
+from moe_jax.step.optimizers import OPTIMIZERS
+from moe_jax.step.optimizers.protocol import Parameter
 from moe_jax.step.router_bias import score_biases
 
 
@@ -34,48 +36,36 @@ def learning_rate(config: Config) -> optax.Schedule:
     return optax.join_schedules([warmup, decay], [settings.warmup_steps])
 
 
-def make_optimizer(config: Config, dims: ParamDims) -> optax.GradientTransformationExtraArgs:
-    """Return AdamW, equivalent to `optax.adamw`. `dims` names each parameter's dimensions: matrices decay, stacks of
-    vectors do not.
+def make_optimizer(
+    config: Config, dims: ParamDims, specs: Specs | None = None, platform: str = "cpu"
+) -> optax.GradientTransformationExtraArgs:
+    """Return the optimizer of a config: what its name stands for, decay of matrices, and the learning rate.
 
-    Its update also takes `is_good`, which is false for a bad step: moments then stay unchanged. Score biases are not
-    optimized here and have no moments.
+    `dims` names each parameter's dimensions, and `specs` says how gradients and moments are sharded over devices (None:
+    they are not). The update also takes `is_good`, which is false for a bad step: moments then stay unchanged. Score
+    biases are not optimized here and have no moments.
     """
-    settings = config.optimizer
-    is_matrix = map_dims(_is_matrix, dims)
-    adamw = optax.chain(
-        _scale_by_adam(settings.beta1, settings.beta2, settings.eps),
-        optax.add_decayed_weights(settings.weight_decay, is_matrix),
+    settings, is_bias = config.optimizer, score_biases(dims)
+    known = _known(dims, specs)
+    learned = jax.tree.map(lambda parameter, bias: optax.MaskedNode() if bias else parameter, known, is_bias)
+    rule = optax.chain(
+        OPTIMIZERS[settings.name](settings, learned, platform),
+        optax.add_decayed_weights(settings.weight_decay, jax.tree.map(lambda each: len(each.spaces) > 1, known)),
         optax.scale_by_learning_rate(learning_rate(config)),
     )
-    learned = jax.tree.map(lambda is_bias: not is_bias, score_biases(dims))
-    return adamw if all(jax.tree.leaves(learned)) else optax.masked(adamw, learned)
+    is_learned = jax.tree.map(lambda bias: not bias, is_bias)
+    return rule if all(jax.tree.leaves(is_learned)) else optax.masked(rule, is_learned)
 
 
-def _scale_by_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformationExtraArgs:
-    """`optax.scale_by_adam`, except that moments do not change in a bad step.
+def _known(dims: ParamDims, specs: Specs | None) -> Tree:
+    """Return a `Parameter` for each array."""
 
-    If the moments were selected after the whole update, XLA would copy all of them: the selection would read the old
-    moments after they are overwritten.
-    """
-    adam = optax.scale_by_adam(b1, b2, eps)
+    def known(path: tuple[Any, ...], own: Dims, spec: PartitionSpec) -> Parameter:
+        return Parameter(own, spec, is_gate=len(path) > 1 and path[-2] == jax.tree_util.DictKey("moe"))
 
-    def update(
-        grads: optax.Updates, state: optax.OptState, params: optax.Params | None = None, *, is_good: jax.Array, **_: Any
-    ) -> tuple[optax.Updates, optax.OptState]:
-        moved = adam.update(grads, state, params)[1]
-        mu, nu = unless_bad(is_good, (moved.mu, moved.nu), (state.mu, state.nu))
-        mean = optax.tree_utils.tree_bias_correction(mu, b1, moved.count)
-        square = optax.tree_utils.tree_bias_correction(nu, b2, moved.count)
-        updates = jax.tree.map(lambda m, v: m / (jax.numpy.sqrt(v) + eps), mean, square)
-        return updates, moved._replace(mu=mu, nu=nu)
-
-    return optax.GradientTransformationExtraArgs(adam.init, update)
-
-
-def unless_bad(is_good: jax.Array, new: Tree, old: Tree) -> Tree:
-    """Return the new tree, or the old one, bit for bit, if the step is bad."""
-    return jax.tree.map(lambda n, o: jax.numpy.where(is_good, n, o), new, old)
+    if specs is None:
+        specs = map_dims(lambda _: REPLICATED, dims)
+    return jax.tree.map_with_path(known, dims, specs, is_leaf=lambda leaf: isinstance(leaf, tuple))
 
 
 def with_counts_unless_bad(is_good: jax.Array, new: optax.OptState, old: optax.OptState) -> optax.OptState:
@@ -85,31 +75,26 @@ def with_counts_unless_bad(is_good: jax.Array, new: optax.OptState, old: optax.O
     return jax.tree.map(lambda n, o: n if n.ndim else jax.numpy.where(is_good, n, o), new, old)
 
 
-def _is_matrix(dims: Dims) -> bool:
-    """Whether an array maps one space to another. Heads and their width count as one dimension; layers and experts do
-    not count.
-    """
-    return len({"head" if "heads" in name else name for name in dims} - {"layers", "experts"}) > 1
-
-
 def state_partitions(optimizer: optax.GradientTransformation, params: Params, specs: Specs) -> Tree:
-    """Return the PartitionSpecs of the optimizer state: moments are sharded like their parameters, counters are
-    replicated.
+    """Return the PartitionSpecs of the optimizer state: moments are sharded like their parameters, and replicated in
+    dimensions that they do not have; counters are replicated.
     """
-    state = jax.eval_shape(optimizer.init, params)
-    return optax.tree_utils.tree_map_params(
-        optimizer,
-        lambda moment, spec: moment if _is_missing(moment) else spec,
-        state,
-        specs,
-        transform_non_params=lambda _: REPLICATED,
-        is_leaf=_is_missing,
-    )
+    of_path = {
+        path: (leaf.shape, spec)
+        for (path, leaf), spec in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(specs), strict=True)
+    }
 
+    def of_array(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> PartitionSpec:
+        found = next((of_path[path[first:]] for first in range(len(path)) if path[first:] in of_path), None)
+        if found is None:
+            return REPLICATED
+        shape, spec = found
+        return PartitionSpec(
+            *(None if own != whole else axes for own, whole, axes in zip(x.shape, shape, spec, strict=True))
+        )
 
-def _is_missing(moment: Any) -> bool:
-    """Whether a parameter has no moment."""
-    return isinstance(moment, optax.MaskedNode)
+    partitions: Tree = jax.tree.map_with_path(of_array, jax.eval_shape(optimizer.init, params))
+    return partitions
 
 
 def state_cuts(config: Config, mesh: Mesh) -> Cuts:
