@@ -701,8 +701,8 @@ MUTATIONS = (
     Mutation(
         "rate_one_step_late",
         "step/optimizer.py",
-        "[warmup, decay], [settings.warmup_steps])",
-        "[warmup, decay], [settings.warmup_steps + 1])",
+        "[warmup, *decays], starts)",
+        "[warmup, *decays], [first + 1 for first in starts])",
         "the learning rate decays one step late",
         ["tests/step/test_optimizer.py"],
     ),

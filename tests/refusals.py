@@ -21,6 +21,14 @@ REFUSED = {
     ),
     "optimizer.name=sgd": "optimizer.name=sgd must be adamw or muon or lion or adafactor",
     "optimizer.name=moun": "optimizer.name=moun must be adamw or muon or lion or adafactor: did you mean muon?",
+    "optimizer.restarts=2 optimizer.schedule=linear": (
+        "optimizer.restarts=2 is of optimizer.schedule=cosine, and optimizer.schedule=linear: use "
+        "optimizer.schedule=cosine, or optimizer.restarts=0"
+    ),
+    "optimizer.restarts=20 train.steps=112": (
+        "optimizer.restarts=20 in the 12 steps of train.steps=112 after the warm-up leaves less than 2 steps between "
+        "two: use optimizer.restarts=5 or less"
+    ),
     "optimizer.momentum=0.9": (
         "optimizer.momentum=0.9 is of optimizer muon, and optimizer.name=adamw: set optimizer.name=muon, or "
         "optimizer.momentum=0.95"

@@ -439,9 +439,12 @@ class OptimizerConfig:
 
     name: OptimizerName = "adamw"  # muon, lion or adafactor, see docs/optimizers.md
     learning_rate: float = number(1e-3, Range(0, LARGE))  # at the end of the warm-up
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    # after the warm-up: down in all steps as a cosine or a line, constant, or wsd: constant, then down as a line
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     warmup_steps: int = number(100, Range(0, ANY))  # before the first step at learning_rate
     final_fraction: float = number(0.1, Range(0, 1))  # of learning_rate, in the last step of train.steps
+    decay_fraction: float = number(0.2, Range(0, 1))  # of train.steps, at their end, in which wsd goes down
+    restarts: int = number(0, Range(0, PARTS))  # of cosine: times that it begins again, after equal numbers of steps
     beta1: float = number(0.9, Range(0, 1, below=True))
     beta2: float = number(0.95, Range(0, 1, below=True))
     eps: float = number(1e-8, Range(0, LARGE, above=True))

@@ -1,5 +1,6 @@
 """The optimizer of a config: updates by one of `optimizers/`, weight decay, and the learning rate of each step."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -23,17 +24,27 @@ def learning_rate(config: Config) -> optax.Schedule:
     With W = `warmup_steps`, step 0 has 1/(W + 1) of the peak, step W has the peak, and the last step of `train.steps`
     has `final_fraction` of it (or the peak, if no step follows W). Later steps keep the last value.
     """
-    settings, steps = config.optimizer, config.train.steps
+    settings, warmup_steps = config.optimizer, config.optimizer.warmup_steps
     peak, end = settings.learning_rate, settings.learning_rate * settings.final_fraction
-    decay_steps = max(1, steps - 1 - settings.warmup_steps)
-    decay = {
-        "cosine": optax.cosine_decay_schedule(peak, decay_steps, alpha=settings.final_fraction),
-        "linear": optax.linear_schedule(peak, end, decay_steps),
-        "constant": optax.constant_schedule(peak),
-    }[settings.schedule]
+    last = config.train.steps - 1
+    decay_steps = max(1, last - warmup_steps)
+    starts: list[int] = [warmup_steps]
+    if settings.schedule == "cosine":  # with restarts: Loshchilov and Hutter 2017, section 3, in equal cycles
+        cycles = settings.restarts + 1
+        starts = [warmup_steps + cycle * (decay_steps + 1) // cycles for cycle in range(cycles)]
+        lengths = [after - first for first, after in itertools.pairwise([*starts, warmup_steps + decay_steps + 1])]
+        decays = [optax.cosine_decay_schedule(peak, each - 1, alpha=settings.final_fraction) for each in lengths]
+    elif settings.schedule == "wsd":  # warm-up, stable, decay: Hu et al. 2024, section 4
+        first = max(warmup_steps, last - round(settings.decay_fraction * config.train.steps))
+        starts += [first]
+        decays = [optax.constant_schedule(peak), optax.linear_schedule(peak, end, max(1, last - first))]
+    elif settings.schedule == "linear":
+        decays = [optax.linear_schedule(peak, end, decay_steps)]
+    else:
+        decays = [optax.constant_schedule(peak)]
     # a warm-up from 0 would waste the first step
-    warmup = optax.linear_schedule(peak / (settings.warmup_steps + 1), peak, settings.warmup_steps)
-    return optax.join_schedules([warmup, decay], [settings.warmup_steps])
+    warmup = optax.linear_schedule(peak / (warmup_steps + 1), peak, warmup_steps)
+    return optax.join_schedules([warmup, *decays], starts)
 
 
 def make_optimizer(

@@ -40,6 +40,25 @@ def test_the_last_step_has_the_final_rate_and_no_earlier_one(schedule, warmup, s
     assert all(here > there for here, there in itertools.pairwise(rates[warmup:steps])), "down in each step"
 
 
+def test_wsd_is_constant_and_then_falls_to_the_last_step():
+    settings = OptimizerConfig(learning_rate=0.5, schedule="wsd", warmup_steps=5, final_fraction=0, decay_fraction=0.25)
+    rate = learning_rate(Config(optimizer=settings, train=TrainConfig(steps=41)))
+    rates = [float(rate(step)) for step in range(43)]
+    assert rates[4] < rates[5] == rates[30] == 0.5 > rates[31]
+    np.testing.assert_allclose(rates[30:], [*np.linspace(0.5, 0, 11), 0, 0], atol=1e-7)
+
+
+def test_a_cosine_restarts_after_equal_numbers_of_steps():
+    settings = OptimizerConfig(learning_rate=0.5, warmup_steps=4, final_fraction=0.1, restarts=2)
+    rate = learning_rate(Config(optimizer=settings, train=TrainConfig(steps=34)))
+    rates = [float(rate(step)) for step in range(35)]
+    once = OptimizerConfig(learning_rate=0.5, warmup_steps=0, final_fraction=0.1)
+    cycle = learning_rate(Config(optimizer=once, train=TrainConfig(steps=10)))
+    np.testing.assert_allclose(rates[4:34], [float(cycle(step)) for step in range(10)] * 3, rtol=1e-6)
+    assert rates[4] == rates[14] == rates[24] == 0.5 > rates[3]
+    assert rates[33] == rates[34] == pytest.approx(0.05)
+
+
 def test_a_run_that_gets_more_steps_decays_to_the_new_last_one():
     """Its rates are then those of a run that had them from the start: the step and `train.steps` alone count."""
     settings = OptimizerConfig(schedule="linear", warmup_steps=2, final_fraction=0)

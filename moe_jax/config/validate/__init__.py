@@ -48,7 +48,7 @@ def check_config(config: Sections) -> None:
     check_pipeline(config)
     check_schedule(config)
     check_exchange(config)
-    check_optimizer(config.optimizer)
+    check_optimizer(config.optimizer, config.train.steps)
     check_training(config)
     check_attention_kernel(config)
     check_tune(config)
