@@ -708,9 +708,9 @@ MUTATIONS = (
     ),
     Mutation(
         "vectors_decay",
-        "step/optimizer.py",
-        "len(each.spaces) > 1",
-        "len(each.spaces) > 0",
+        "step/parameter_groups.py",
+        "len(parameter.spaces) > 1",
+        "len(parameter.spaces) > 0",
         "norms and biases are pulled to 0",
         ["tests/step/test_optimizer.py"],
     ),

@@ -29,6 +29,26 @@ REFUSED = {
         "optimizer.restarts=20 in the 12 steps of train.steps=112 after the warm-up leaves less than 2 steps between "
         "two: use optimizer.restarts=5 or less"
     ),
+    'optimizer.groups=[{"match":null,"weight_decay":2}]': "optimizer.groups[0].match=None must be text, not null",
+    'optimizer.groups=[{"match":"","weight_decay":2}]': (
+        "optimizer.groups[0].match is empty: name a part of a parameter's path, such as moe.router"
+    ),
+    'optimizer.groups=[{"match":"norm"},{"match":"(up"}]': (
+        "optimizer.groups[1].match=(up must be a regular expression: missing ), unterminated subpattern at position 0"
+    ),
+    'optimizer.groups=[{"match":"norm","learning_rate":2}]': (
+        "unknown setting optimizer.groups[0].learning_rate: did you mean learning_rate_factor? use that name"
+    ),
+    'optimizer.groups=[{"match":"norm","x":2}]': (
+        "unknown setting optimizer.groups[0].x: use match, learning_rate_factor or weight_decay"
+    ),
+    'optimizer.groups=[{"weight_decay":0}]': "optimizer.groups[0] has no match: set it, as in {match: …}",
+    "optimizer.groups=norm": (
+        "optimizer.groups[0]='norm' must be a section with keys match, learning_rate_factor, weight_decay"
+    ),
+    'optimizer.groups=[{"match":"norm","weight_decay":-1}]': (
+        "optimizer.groups[0].weight_decay=-1.0 must be at least 0 (or null)"
+    ),
     "optimizer.momentum=0.9": (
         "optimizer.momentum=0.9 is of optimizer muon, and optimizer.name=adamw: set optimizer.name=muon, or "
         "optimizer.momentum=0.95"

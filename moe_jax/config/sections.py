@@ -434,6 +434,15 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParameterGroup:
+    """The learning rate and the decay of some parameters."""
+
+    match: str  # a regular expression that is found in the parameter's path, such as segments.0.0.moe.router
+    learning_rate_factor: float = 1.0  # of the learning rate; 0: these parameters stay as they are
+    weight_decay: float | None = None  # of all these arrays, vectors too; null: optimizer.weight_decay, of matrices
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The optimizer, with a learning-rate schedule, weight decay, and gradients clipped by their global norm."""
 
@@ -454,6 +463,8 @@ class OptimizerConfig:
     newton_schulz_steps: int = number(5, Range(1, 100))
     newton_schulz_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     weight_decay: float = number(0.1, Range(0, LARGE))  # on matrices; vectors are not decayed
+    # of each parameter the first one that matches, see docs/optimizers.md
+    groups: tuple[ParameterGroup, ...] = ()
     clip_norm: float | None = number(1.0, Range(0, FINITE, above=True))  # null: no clipping
     # what is sharded over the devices that have the same parameters (ZeRO): 0, nothing; 1, moments; 2, gradients, too:
     # with train.grad_accumulation the gradients of each part of a batch are summed over devices separately

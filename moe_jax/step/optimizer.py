@@ -15,6 +15,7 @@ from moe_jax.parallel.trees import Cuts, ParamDims, Params, Specs, Tree
 from moe_jax.parallel.zero import ShardSpec, cuts_of, no_cuts
 from moe_jax.step.optimizers import OPTIMIZERS
 from moe_jax.step.optimizers.protocol import Parameter
+from moe_jax.step.parameter_groups import group_factors, with_decay
 from moe_jax.step.router_bias import score_biases
 
 
@@ -61,7 +62,7 @@ def make_optimizer(
     learned = jax.tree.map(lambda parameter, bias: optax.MaskedNode() if bias else parameter, known, is_bias)
     rule = optax.chain(
         OPTIMIZERS[settings.name](settings, learned, platform),
-        optax.add_decayed_weights(settings.weight_decay, jax.tree.map(lambda each: len(each.spaces) > 1, known)),
+        with_decay(*group_factors(settings, learned)),
         optax.scale_by_learning_rate(learning_rate(config)),
     )
     is_learned = jax.tree.map(lambda bias: not bias, is_bias)
