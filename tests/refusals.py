@@ -436,6 +436,15 @@ REFUSED = {
         "migration.replicas=1 with model.moe.capacity_factor=1.25, which pads copies as it pads experts: "
         "use model.moe.capacity_factor=null, or migration.replicas=0"
     ),
+    "migration.enabled=true mesh.expert=2 model.moe.capacity_factor=null migration.replicas=2 "
+    "optimizer.moments_dtype=bfloat16": (
+        "migration.replicas=2 with optimizer.moments_dtype=bfloat16, which rounds the moments of copies apart: "
+        "use optimizer.moments_dtype=float32, or migration.replicas=0"
+    ),
+    "optimizer.name=adafactor optimizer.moments_dtype=bfloat16": (
+        "optimizer.moments_dtype=bfloat16 is of optimizer adamw, muon and lion, and optimizer.name=adafactor: set "
+        "optimizer.name=adamw, or optimizer.moments_dtype=float32"
+    ),
     "migration.enabled=true mesh.expert=2 model.moe.capacity_factor=null migration.replicas=2 optimizer.zero=1": (
         "migration.replicas=2 with optimizer.zero=1, which cuts what copies sum: "
         "use optimizer.zero=0, or migration.replicas=0"

@@ -14,7 +14,7 @@ from moe_jax.errors import CheckpointError, ConfigError
 # Settings that cannot change when a run resumes: they define the meaning of its parameters, and the next tokens.
 _MODEL = ("model.",)
 # That the tokens are the same is checked by their checksums (run/identity.py), not by their path.
-_FIXED = (*_MODEL, "optimizer.name", "data.seq_len", "train.seed", "train.batch_size")
+_FIXED = (*_MODEL, "optimizer.name", "optimizer.moments_dtype", "data.seq_len", "train.seed", "train.batch_size")
 _FREE = {
     "model.moe.capacity_factor",
     "model.moe.capacity_schedule",

@@ -463,6 +463,7 @@ class OptimizerConfig:
     newton_schulz_steps: int = number(5, Range(1, 100))
     newton_schulz_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     weight_decay: float = number(0.1, Range(0, LARGE))  # on matrices; vectors are not decayed
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: stored with stochastic rounding
     # of each parameter the first one that matches, see docs/optimizers.md
     groups: tuple[ParameterGroup, ...] = ()
     clip_norm: float | None = number(1.0, Range(0, FINITE, above=True))  # null: no clipping
@@ -474,6 +475,11 @@ class OptimizerConfig:
     def facts(self) -> OptimizerFacts:
         """The declared properties of the optimizer."""
         return OPTIMIZER_FACTS.of(self.name)
+
+    @property
+    def moment_bytes(self) -> int:
+        """The bytes of a number of a moment."""
+        return 2 if self.moments_dtype == "bfloat16" else 4
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -141,7 +141,7 @@ def moment_bytes(owned: Iterable[Owned], config: Config, mesh: Mapping[str, int]
     if facts.end_matrix_moments is not None:
         ends = own_parameters((Owned(each.end_matrices) for each in owned), config, mesh)
         count -= (facts.moments - facts.end_matrix_moments) * ends
-    return int(ITEM_BYTES * count)
+    return int(config.optimizer.moment_bytes * count)
 
 
 @functools.lru_cache(maxsize=2**14)

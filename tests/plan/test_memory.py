@@ -164,14 +164,17 @@ def test_biases_that_no_gradient_moves_have_no_moments(moe: dict[str, Any], zero
 def test_each_optimizer_has_the_moments_that_it_declares(zero: Literal[0, 1], settings: dict[str, Any]) -> None:
     """Adafactor has few more: means over rows and columns."""
     config, bytes_of = config_of((2, 2, 2), moe_layer_freq=2, **settings), {}
-    for name in OPTIMIZER_FACTS:
-        own = dataclasses.replace(config, optimizer=OptimizerConfig(name=name, zero=zero))
+    for name, facts in OPTIMIZER_FACTS.items():
+        # bfloat16 where it is read, for one of the models
+        dtype = "bfloat16" if zero and "moments_dtype" in facts.settings else "float32"
+        optimizer = OptimizerConfig(name=name, zero=zero, moments_dtype=dtype)
+        own = dataclasses.replace(config, optimizer=optimizer)
         state = make_trainer(own, make_mesh(own.mesh)).state_shapes["optimizer"]
-        arrays = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(state) if leaf.ndim]
-        bytes_of[name] = sum(4 * math.prod(shape) for shape in arrays)
+        arrays = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]
+        bytes_of[name] = sum(x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in arrays)
         missed = bytes_of[name] - step_memory(own, "cpu").optimizer
-        assert missed == 0 or (name == "adafactor" and 0 < missed < 0.1 * bytes_of["adamw"]), name
-    assert bytes_of["adafactor"] < 0.1 * bytes_of["adamw"] < bytes_of["lion"] < bytes_of["muon"] < bytes_of["adamw"]
+        assert missed == 0 or (name == "adafactor" and 0 < missed < 0.2 * bytes_of["adamw"]), name
+    assert bytes_of["adafactor"] < 0.2 * bytes_of["adamw"] < bytes_of["lion"] < bytes_of["muon"] < bytes_of["adamw"]
 
 
 def test_what_saves_memory_does_so_in_the_model() -> None:

@@ -10,7 +10,7 @@ from moe_jax.config.facts import OptimizerFacts
 from moe_jax.parallel.trees import Tree
 from moe_jax.step.optimizers.protocol import unless_bad
 
-FACTS = OptimizerFacts(listed=0, settings=("beta1", "beta2", "eps"))
+FACTS = OptimizerFacts(listed=0, settings=("beta1", "beta2", "eps", "moments_dtype"))
 
 
 def scale(optimizer: OptimizerConfig, parameters: Tree, platform: str) -> optax.GradientTransformationExtraArgs:

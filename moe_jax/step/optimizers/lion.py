@@ -10,7 +10,7 @@ from moe_jax.config.facts import OptimizerFacts
 from moe_jax.parallel.trees import Tree
 from moe_jax.step.optimizers.protocol import unless_bad
 
-FACTS = OptimizerFacts(listed=2, settings=("beta1", "beta2"), moments=1)
+FACTS = OptimizerFacts(listed=2, settings=("beta1", "beta2", "moments_dtype"), moments=1)
 
 
 def scale(optimizer: OptimizerConfig, parameters: Tree, platform: str) -> optax.GradientTransformationExtraArgs:

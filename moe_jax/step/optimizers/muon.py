@@ -23,7 +23,7 @@ from moe_jax.step.optimizers.protocol import Matrix, Parameter, all_after, unles
 
 FACTS = OptimizerFacts(
     listed=1,
-    settings=("beta1", "beta2", "eps", "momentum", "newton_schulz_steps", "newton_schulz_dtype"),
+    settings=("beta1", "beta2", "eps", "momentum", "newton_schulz_steps", "newton_schulz_dtype", "moments_dtype"),
     hidden_matrix_moments=1,
     orthogonalizes=True,
 )
