@@ -476,6 +476,12 @@ class OptimizerConfig:
         """The declared properties of the optimizer."""
         return OPTIMIZER_FACTS.of(self.name)
 
+    def products_dtype(self, platform: str) -> str:
+        """Return the type of the operands of muon's iterations: bfloat16 where its products are faster, if `auto`."""
+        if self.newton_schulz_dtype != "auto":
+            return self.newton_schulz_dtype
+        return "float32" if platform == "cpu" else "bfloat16"
+
     @property
     def moment_bytes(self) -> int:
         """The bytes of a number of a moment."""

@@ -5,7 +5,7 @@ state over the old one. Other memory differs between the moments of a step, and 
 - head: activations of all blocks (`plan/activation_memory.py`), logits and their gradient, the head's cast and
   gradient;
 - backward: the same activations, all gradients but the embedding's, which comes last, and the workspace of one block;
-- update: all gradients (`plan/gradient_memory.py`).
+- update: all gradients (`plan/gradient_memory.py`), and roughly what Muon's iterations need.
 
 XLA's `memory_analysis()` reports the total as argument + temporary + result − aliased bytes. Memory that a compiler
 uses beyond that is not derived: `plan/compilers.py` has what was observed. Pipelines are in `plan/pipelined_memory.py`.
@@ -21,6 +21,7 @@ from moe_jax.plan.activation_memory import DeviceSizes, Mode, mode_of, sizes_of,
 from moe_jax.plan.compilers import COMPILERS
 from moe_jax.plan.gradient_memory import gradient_memory
 from moe_jax.plan.gradients import moment_bytes, own_parameters
+from moe_jax.plan.orthogonalizing import orthogonalizing_bytes
 from moe_jax.plan.pipelined_memory import pipelined_memory
 from moe_jax.plan.resources import owned_parameters, parameters_per_device
 from moe_jax.plan.stage_parameters import stage_parameters_of
@@ -60,7 +61,7 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
             "gradients": gradients.backward,
             "working": working_bytes(config, sizes, compiler, mode, mesh, model.num_layers),
         },
-        "update": {"gradients": gradients.update},
+        "update": {"gradients": gradients.update, "working": orthogonalizing_bytes(config, platform, mesh)},
     }
     moment: Moment = max(moments, key=lambda name: sum(moments[name].values()))
     gaps = compiler.scheduled_gaps if facts.orders_tasks else compiler.gaps

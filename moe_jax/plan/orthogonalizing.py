@@ -1,4 +1,4 @@
-"""Operations of Muon's Newton-Schulz iterations on one device.
+"""Operations and memory of Muon's Newton-Schulz iterations on one device.
 
 Ranks that have shards of the same matrices, tensor ranks and with ZeRO those with the same parameters, share the
 matrices; the last ones may get none. Without ZeRO, devices with the same parameters compute the same.
@@ -6,12 +6,16 @@ matrices; the last ones may get none. Without ZeRO, devices with the same parame
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from moe_jax.config import Config, ModelConfig
 from moe_jax.config.layer_layout import Stages
 from moe_jax.plan.gradients import parts_by_owner
+from moe_jax.plan.work import ITEM_BYTES
+
+# arrays of a stack's size: the momentum, whole matrices, two in an iteration and the update; XLA:CPU needs 4.7
+_COPIES = 5
 
 
 class Matrices(NamedTuple):
@@ -52,15 +56,27 @@ def hidden_matrices(model: ModelConfig, kind: str) -> Counter[Matrices]:
 
 def orthogonalizing_flops(config: Config, mesh: Mapping[str, int]) -> float:
     """Operations of a device of the stage with the most blocks in an update; 0 for other optimizers than Muon."""
+    iterations = config.optimizer.newton_schulz_steps
+    return float(
+        sum(arrays * math.ceil(count) * each.flops(iterations) for each, arrays, count in _stacks(config, mesh))
+    )
+
+
+def orthogonalizing_bytes(config: Config, platform: str, mesh: Mapping[str, int]) -> float:
+    """Memory of a device for the largest stack of matrices in an update; 0 for other optimizers than Muon."""
+    item = ITEM_BYTES[config.optimizer.products_dtype(platform)]
+    sizes = [count * each.rows * each.columns for each, _, count in _stacks(config, mesh)]
+    return _COPIES * item * max(sizes, default=0.0)
+
+
+def _stacks(config: Config, mesh: Mapping[str, int]) -> Iterator[tuple[Matrices, int, float]]:
+    """Yield arrays of blocks, the number of those of one shape in a block, and a device's matrices of each of them."""
     if not config.optimizer.facts.orthogonalizes:
-        return 0.0
-    model, stages, total = config.model, Stages.of(config), 0.0
-    shards = parts_by_owner(config, mesh)
+        return
+    model, stages, shards = config.model, Stages.of(config), parts_by_owner(config, mesh)
     experts = config.expert_slots(mesh) / config.mesh.expert_ranks(mesh)
-    for kind in set(model.block_kinds):
+    for kind in dict.fromkeys(model.block_kinds):
         blocks = -(-model.block_kinds.count(kind) // stages.stages)
         for each, arrays in hidden_matrices(model, kind).items():
-            stacked = blocks * experts if each.owner == "expert" else blocks
             ranks = shards[each.owner] * (1 if each.owner == "whole" else mesh["tensor"])
-            total += arrays * math.ceil(stacked / ranks) * each.flops(config.optimizer.newton_schulz_steps)
-    return total
+            yield each, arrays, blocks * (experts if each.owner == "expert" else 1) / ranks

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from moe_jax.config import Config, LatentConfig, MeshConfig, ModelConfig, MoEConfig, OptimizerConfig
-from moe_jax.plan.orthogonalizing import hidden_matrices, orthogonalizing_flops
+from moe_jax.plan.orthogonalizing import hidden_matrices, orthogonalizing_bytes, orthogonalizing_flops
 from moe_jax.plan.resources import owned_by_kind
 
 LATENT = LatentConfig(kv_lora_rank=36, q_lora_rank=52, qk_nope_head_dim=22, qk_rope_head_dim=10, v_head_dim=18)
@@ -47,4 +47,12 @@ def test_ranks_that_share_matrices_share_operations() -> None:
     assert flops(tensor=4) == flops(data=4, zero=1) == flops() / 4
     assert flops(data=64, zero=1) == 4 * of_square + 3 * of_expert, "one of each stack at most"
     adamw = Config(model=model)
-    assert orthogonalizing_flops(adamw, adamw.mesh.sizes) == 0
+    assert orthogonalizing_flops(adamw, adamw.mesh.sizes) == orthogonalizing_bytes(adamw, "cpu", adamw.mesh.sizes) == 0
+
+
+def test_an_update_needs_copies_of_the_largest_stack() -> None:
+    model = ModelConfig(hidden_size=64, num_layers=8, num_attention_heads=4, moe=MoEConfig(intermediate_size=32))
+    config = Config(model=model, mesh=MeshConfig(expert=2, data=2), optimizer=dataclasses.replace(MUON, zero=1))
+    own = 8 * 4 * 64 * 32 / 2  # of eight blocks four experts, whose shards two data ranks share
+    assert orthogonalizing_bytes(config, "cpu", config.mesh.sizes) == 5 * 4 * own
+    assert orthogonalizing_bytes(config, "tpu", config.mesh.sizes) == 5 * 2 * own

@@ -149,7 +149,7 @@ def test_iterations_move_singular_values_to_1_and_leave_zeros() -> None:
     x_nrc = np.random.default_rng(0).standard_normal((3, 10, 6), np.float32)
     x_nrc[2] = 0
     for dtype in ("float32", "bfloat16"):
-        unit_nrc = np.asarray(orthogonalized(jnp.asarray(x_nrc), 5, jnp.dtype(dtype)))
+        unit_nrc = np.asarray(orthogonalized(jnp.asarray(x_nrc, dtype), 5).astype(jnp.float32))
         values = np.linalg.svd(unit_nrc[:2], compute_uv=False)
         assert ((values > 0.6) & (values < 1.3)).all()
         assert not unit_nrc[2].any()

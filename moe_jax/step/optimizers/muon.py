@@ -19,7 +19,7 @@ from moe_jax.parallel.ordering import depend_on
 from moe_jax.parallel.trees import Tree
 from moe_jax.step.optimizers import adamw
 from moe_jax.step.optimizers.newton_schulz import orthogonalized
-from moe_jax.step.optimizers.protocol import Matrix, Parameter, all_after, unless_bad
+from moe_jax.step.optimizers.protocol import Parameter, all_after, unless_bad
 
 FACTS = OptimizerFacts(
     listed=1,
@@ -83,22 +83,17 @@ def _muon(optimizer: OptimizerConfig, parameters: Tree, platform: str) -> optax.
 
 
 def _orthogonal_update(x: jax.Array, parameter: Parameter, optimizer: OptimizerConfig, platform: str) -> jax.Array:
-    """Return this device's shard of the orthogonalized matrices, of whose momentum `x` is the shard."""
+    """Return this device's shard of the orthogonalized matrices, of whose momentum `x` is the shard.
+
+    Matrices are exchanged in the type of the products' operands.
+    """
     matrix = parameter.matrix
-    assert isinstance(matrix, Matrix), "a parameter with matrices"
-    dtype = jnp.dtype(newton_schulz_dtype(optimizer, platform))
+    assert matrix is not None, "a parameter with matrices"
 
     def of_whole(x: jax.Array) -> jax.Array:
-        shape = (None,) * matrix.stacked + x.shape[1:]
-        rows, columns = matrix.shape(shape)  # type: ignore[arg-type]
-        unit_nrc = orthogonalized(x.reshape(-1, rows, columns), optimizer.newton_schulz_steps, dtype)
+        rows, columns = matrix.shape((1,) * matrix.stacked + x.shape[1:])
+        unit_nrc = orthogonalized(x.reshape(-1, rows, columns), optimizer.newton_schulz_steps)
         return (_RMS * math.sqrt(max(rows, columns)) * unit_nrc).reshape(x.shape)
 
-    return on_whole_matrices(of_whole, x, parameter.spec, matrix.stacked)
-
-
-def newton_schulz_dtype(optimizer: OptimizerConfig, platform: str) -> str:
-    """Return the type of the iterations' operands: bfloat16 where its products are faster, unless the user says so."""
-    if optimizer.newton_schulz_dtype != "auto":
-        return optimizer.newton_schulz_dtype
-    return "float32" if platform == "cpu" else "bfloat16"
+    x = x.astype(optimizer.products_dtype(platform))
+    return on_whole_matrices(of_whole, x, parameter.spec, matrix.stacked).astype(jnp.float32)
