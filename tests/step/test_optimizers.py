@@ -2,7 +2,10 @@
 
 import dataclasses
 import functools
+import json
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import chex
@@ -221,3 +224,16 @@ def test_updates_on_a_mesh_are_those_of_one_device(name: str, mesh: str) -> None
     params, _ = run_checked(jax.jit(steps), first, jax.tree.map(lambda *each: np.stack(each), *grads))
     found = in_order(jax.tree.map(jnp.asarray, params), stages)
     chex.assert_trees_all_close(jax.device_get(found), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_page_has_the_losses_that_were_measured() -> None:
+    root = Path(__file__).parents[2]
+    found = json.loads((root / "profiling" / "results" / "optimizers.json").read_text())
+    assert found["validation_loss"].keys() == OPTIMIZERS.keys()
+    page = (root / "docs" / "optimizers.md").read_text()
+    rates = re.findall(r"0\.\d+", re.findall(r"^\| \| 0\..*", page, re.MULTILINE)[0])
+    for name, losses in found["validation_loss"].items():
+        row = next(line for line in page.splitlines() if re.match(rf"\| `{name}` \|( |[\d.])+\|", line))
+        cells = [cell.strip() for cell in row.split("|")[2:-1]]
+        shown = {rate: float(cell) for rate, cell in zip(rates, cells, strict=True) if cell}
+        assert shown == losses, name
