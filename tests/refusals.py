@@ -19,8 +19,10 @@ REFUSED = {
         "optimizer.zero=2 sums each part of a batch, which is not for the ticks of schedule.pipeline=1f1b, after "
         "which gradients are summed: use optimizer.zero=1"
     ),
-    "optimizer.name=sgd": "optimizer.name=sgd must be adamw or muon or lion or adafactor",
-    "optimizer.name=moun": "optimizer.name=moun must be adamw or muon or lion or adafactor: did you mean muon?",
+    "optimizer.name=sgd": "optimizer.name=sgd must be adamw, muon, lion or adafactor, or package.module:name",
+    "optimizer.name=moun": (
+        "optimizer.name=moun must be adamw, muon, lion or adafactor, or package.module:name: did you mean muon?"
+    ),
     "optimizer.restarts=2 optimizer.schedule=linear": (
         "optimizer.restarts=2 is of optimizer.schedule=cosine, and optimizer.schedule=linear: use "
         "optimizer.schedule=cosine, or optimizer.restarts=0"

@@ -42,11 +42,9 @@ from moe_jax.config.registry import (
 from moe_jax.config.step_kinds import STEP_FACTS, StepFacts, StepKindName
 
 if TYPE_CHECKING:  # type checkers cannot evaluate the registries
-    OptimizerName = str
     PipelineName = str
     ReductionName = str
 else:
-    OptimizerName = Literal[tuple(OPTIMIZER_FACTS)]
     PipelineName = Literal[tuple(PIPELINE_FACTS)]
     ReductionName = Literal[tuple(REDUCTION_FACTS)]
 
@@ -446,7 +444,8 @@ class ParameterGroup:
 class OptimizerConfig:
     """The optimizer, with a learning-rate schedule, weight decay, and gradients clipped by their global norm."""
 
-    name: OptimizerName = "adamw"  # muon, lion or adafactor, see docs/optimizers.md
+    # muon, lion or adafactor, see docs/optimizers.md, or package.module:name of a function, see docs/extend.md
+    name: str = "adamw"
     learning_rate: float = number(1e-3, Range(0, LARGE))  # at the end of the warm-up
     # after the warm-up: down in all steps as a cosine or a line, constant, or wsd: constant, then down as a line
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"

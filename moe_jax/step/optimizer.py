@@ -14,7 +14,7 @@ from moe_jax.parallel.sharding import REPLICATED, Dims, map_dims, partitions
 from moe_jax.parallel.trees import Cuts, ParamDims, Params, Specs, Tree
 from moe_jax.parallel.zero import ShardSpec, cuts_of, no_cuts
 from moe_jax.step.moments_dtype import in_bfloat16
-from moe_jax.step.optimizers import OPTIMIZERS
+from moe_jax.step.optimizers import scale_of
 from moe_jax.step.optimizers.protocol import Parameter
 from moe_jax.step.parameter_groups import group_factors, with_decay
 from moe_jax.step.router_bias import score_biases
@@ -61,14 +61,13 @@ def make_optimizer(
     settings, is_bias = config.optimizer, score_biases(dims)
     known = _known(dims, specs)
     learned = jax.tree.map(lambda parameter, bias: optax.MaskedNode() if bias else parameter, known, is_bias)
-    scale = OPTIMIZERS[settings.name](settings, learned, platform)
-    if settings.moments_dtype == "bfloat16":
-        scale = in_bfloat16(scale, learned, updates_done)
     rule = optax.chain(
-        scale,
+        scale_of(settings)(settings, learned, platform),
         with_decay(*group_factors(settings, learned)),
         optax.scale_by_learning_rate(learning_rate(config)),
     )
+    if settings.moments_dtype == "bfloat16":
+        rule = in_bfloat16(rule, learned, updates_done)
     is_learned = jax.tree.map(lambda bias: not bias, is_bias)
     return rule if all(jax.tree.leaves(is_learned)) else optax.masked(rule, is_learned)
 

@@ -23,7 +23,7 @@ def check_optimizer(settings: OptimizerConfig, steps: int) -> None:
     for field in dataclasses.fields(settings):
         name, value, unset = field.name, getattr(settings, field.name), field.default
         readers = tuple(part for part, facts in OPTIMIZER_FACTS.items() if name in facts.settings)
-        if readers and value != unset and settings.name not in readers:
+        if readers and value != unset and settings.name in OPTIMIZER_FACTS and settings.name not in readers:
             raise ConfigError(
                 f"optimizer.{name}={value} is of optimizer {all_of(readers)}, and optimizer.name={settings.name}: "
                 f"set optimizer.name={readers[0]}, or optimizer.{name}={unset}"
