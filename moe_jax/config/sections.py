@@ -357,6 +357,9 @@ class ScheduleConfig:
     grad_reduce: Literal["end", "block", "bucketed"] = "end"  # when gradients are summed over devices
     # largest bucket of a bucketed reduction, 10⁶ bytes; null: a whole matrix
     bucket_cap_mb: float | None = number(None, BUCKET)
+    # with optimizer.zero=3, when a scheduled step gathers a block's parameters: while the block before computes, where
+    # no exchange is ready, or (block) right before the block, with half of the memory
+    param_gather: Literal["prefetch", "block"] = "prefetch"
     # rates for the estimated times of tasks: 10¹² flop/s of a device; null: typical of the platform
     device_tflops: float | None = number(None, Range(0, FINITE, above=True))
     link_gb_per_s: float | None = number(None, Range(0, FINITE, above=True))  # 10⁹ byte/s; null: typical
@@ -490,8 +493,9 @@ class OptimizerConfig:
     groups: tuple[ParameterGroup, ...] = ()
     clip_norm: float | None = number(1.0, Range(0, FINITE, above=True))  # null: no clipping
     # what is sharded over the devices that have the same parameters (ZeRO): 0, nothing; 1, moments; 2, gradients, too:
-    # with train.grad_accumulation the gradients of each part of a batch are summed over devices separately
-    zero: Literal[0, 1, 2] = 0
+    # with train.grad_accumulation the gradients of each part of a batch are summed over devices separately; 3,
+    # parameters, too, which are gathered where they are used (FSDP)
+    zero: Literal[0, 1, 2, 3] = 0
 
     @property
     def facts(self) -> OptimizerFacts:
@@ -660,9 +664,18 @@ class Sections:
         """The kind of training step that these settings require."""
         if self.mesh.pipeline > 1 or not self.schedule.pipeline_facts.needs_stages:
             return "pipelined"
-        names = ("policy", "weight_grad", "grad_reduce")
+        names = ("policy", "weight_grad", "grad_reduce", "param_gather")
         is_unscheduled = all(getattr(self.schedule, name) == getattr(ScheduleConfig, name) for name in names)
         return "plain" if is_unscheduled and self.exchange.reduction == "all_reduce" else "scheduled"
+
+    @property
+    def param_gather(self) -> Literal["none", "block", "prefetch"]:
+        """When a step gathers the parameters of each block. A plain step does so right before the block; with pipeline
+        stages all are gathered at once, before the step.
+        """
+        if self.optimizer.zero < 3 or self.step_kind == "pipelined":
+            return "none"
+        return "block" if self.step_kind == "plain" else self.schedule.param_gather
 
     @functools.cached_property
     def step_facts(self) -> StepFacts:

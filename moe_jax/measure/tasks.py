@@ -14,7 +14,7 @@ from typing import TypeVar
 from moe_jax.measure.costs import collective_of, fused_part
 from moe_jax.measure.hlo import HloModule, Instruction
 from moe_jax.measure.overlap import Collective, ComputeInstruction, Replay
-from moe_jax.schedule.actions import NO_BLOCK, Action, ScheduleError, Stream, three_streams
+from moe_jax.schedule.actions import NO_BLOCK, Action, ScheduleError, Stream, is_param_gather, three_streams
 from moe_jax.schedule.schedule import Schedule
 
 Task = TypeVar("Task", ComputeInstruction, Collective)
@@ -82,9 +82,10 @@ def iteration_names(schedule: Schedule, inside: Iterable[Action]) -> Callable[[A
     def name_of(action: Action, iteration: int, iterations: int) -> Action | None:
         if action.block == NO_BLOCK:
             return None
-        named = action._replace(
-            block=action.block + size * (iteration if action.direction == "F" else iterations - 1 - iteration)
-        )
+        goes_up = action.direction == "F" or (is_param_gather(action) and action.part == 0)
+        named = action._replace(block=action.block + size * (iteration if goes_up else iterations - 1 - iteration))
+        if is_param_gather(action) and (not goes_up or named not in known):  # for the next iteration
+            named = named._replace(block=named.block - size, part=1)
         return named if named in known else None
 
     return name_of

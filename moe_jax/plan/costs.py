@@ -62,13 +62,14 @@ def order_times(
     platform: str,
     reduction_bytes: Sequence[Sequence[float]],
     measured: Mapping[str, TaskStage],
+    gather_bytes: tuple[Mapping[str, float], ...] = (),
 ) -> TaskTimes:
     """The task times that training orders a step's tasks by, on a mesh of these sizes. See `task_times`."""
     sequences = config.train.batch_size // (config.train.grad_accumulation * mesh["data"] * mesh["expert"])
     expert, tensor, context = config.mesh.expert_ranks(mesh), mesh["tensor"], mesh["context"]
     rates = rates_of(config, platform, expert, tensor, mesh["data"] * context * mesh["expert"] * tensor)
     tokens = sequences * config.data.seq_len // (tensor * context)
-    return task_times(config, platform, tokens, expert, tensor, reduction_bytes, rates, measured)
+    return task_times(config, platform, tokens, expert, tensor, reduction_bytes, rates, measured, gather_bytes)
 
 
 def task_times(
@@ -80,10 +81,12 @@ def task_times(
     reduction_bytes: Sequence[Sequence[float]],
     rates: Rates,
     measured: Mapping[str, TaskStage],
+    gather_bytes: tuple[Mapping[str, float], ...] = (),
 ) -> TaskTimes:
     """Task times of a step in which each device has `tokens` tokens.
 
-    `reduction_bytes` leave a device for each bucket of each owner of gradients. `measured` ops replace estimates.
+    `reduction_bytes` leave a device for each bucket of each owner of gradients, `gather_bytes` for each gather of its
+    parameters. `measured` ops replace estimates.
     Tensor ranks gather exchanged rows. Communication of tensor ranks in attention and MLPs, and of context ranks, is
     not counted.
     """
@@ -99,6 +102,7 @@ def task_times(
         transfer=dict.fromkeys(("dispatch", "combine", "gather", "scatter"), exchange),
         reduce=rates.reduce,
         reduction_bytes=tuple(tuple(chunks) for chunks in reduction_bytes),
+        gather_bytes=gather_bytes,
     )
 
 

@@ -199,7 +199,8 @@ def _measured(config: Config) -> MeasuredTimes:
 
 
 def update_seconds(config: Config, cluster: Cluster, collectives: CollectiveCosts) -> float:
-    """Seconds of the optimiser. With ZeRO each device updates its own shard of parameters, and shards are gathered.
+    """Seconds of the optimiser. With ZeRO each device updates its own shard of parameters, and shards are gathered,
+    for stage 3 before they are used.
 
     Moments are read and written. Muon's iterations count by their products, without the time to send matrices.
     """
@@ -207,7 +208,8 @@ def update_seconds(config: Config, cluster: Cluster, collectives: CollectiveCost
     parts, updated, gathered_s = parts_of(config, mesh), 0.0, 0.0
     for group, count in parameters_by_group(config):
         updated += count / parts[group]
-        gathered_s += collectives.ring(count * (1 - 1 / parts[group]) * _PARAMETER_BYTES, group)
+        if config.param_gather == "none":  # else the step's tasks gather
+            gathered_s += collectives.ring(count * (1 - 1 / parts[group]) * _PARAMETER_BYTES, group)
     moved = _UPDATE_BYTES * updated + 2 * moment_bytes(stage_parameters_of(config), config, mesh)
     products_s = orthogonalizing_flops(config, mesh) / (device.matrix_flops_per_s * device.matrix_efficiency)
     return moved / device.copied_bytes_per_s + products_s + gathered_s

@@ -28,17 +28,18 @@ def gradient_memory(config: Config, compiler: Compiler, mesh: Mapping[str, int],
     """The gradient memory of a device with `count` parameters."""
     model, stage, in_parts = config.model, config.optimizer.zero, config.train.grad_accumulation > 1
     own, matrix = own_parameters(owned_parameters(model), config, mesh), model.vocab_size * model.hidden_size
-    each_summed = stage == 2 and (config.step_facts.orders_sums or not compiler.sums_after_parts)
+    each_summed = stage >= 2 and (config.step_facts.orders_sums or not compiler.sums_after_parts)
     earlier = (own if each_summed else count) if in_parts else 0.0
     # whether gradients are summed after the backward pass
-    at_end = stage == 0 or not config.step_facts.orders_sums or config.schedule.grad_reduce == "end"
+    at_end = config.schedule.grad_reduce == "end" if config.step_facts.orders_sums else stage < 3
+    at_end |= stage == 0
     summed = float(count) if at_end else own + (count if in_parts and stage == 1 and compiler.parts_apart else 0)
     backward = summed - (matrix if at_end and not model.tie_word_embeddings else 0)  # the embedding's comes last
     update = earlier + summed
     if stage:
         largest = max(matrix, _expert_matrices(config, mesh))
         scattered = count + own + (largest if compiler.scatters_rows else 0) if at_end else summed
-        update = max(scattered, 2 * own + _GATHERED * largest)
+        update = max(scattered, 2 * own + (_GATHERED * largest if stage < 3 else 0))
     return GradientMemory(ITEM_BYTES * earlier, ITEM_BYTES * (earlier + backward), ITEM_BYTES * update)
 
 

@@ -22,6 +22,7 @@ from moe_jax.plan.compilers import COMPILERS
 from moe_jax.plan.gradient_memory import gradient_memory
 from moe_jax.plan.gradients import moment_bytes, own_parameters
 from moe_jax.plan.orthogonalizing import orthogonalizing_bytes
+from moe_jax.plan.param_gathers import gathered_parameter_bytes
 from moe_jax.plan.pipelined_memory import pipelined_memory
 from moe_jax.plan.resources import owned_parameters, parameters_per_device
 from moe_jax.plan.stage_parameters import stage_parameters_of
@@ -46,18 +47,21 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
     mode = mode_of(config, platform)
     compiler, in_products = COMPILERS[platform], in_blocks(config, mesh)
     activations = _stored_by_blocks(config, sizes, mode, in_products)
-    if config.train.grad_accumulation > 1 and compiler.casts_of_parts:
+    if config.train.grad_accumulation > 1 and compiler.casts_of_parts and config.optimizer.zero < 3:
         activations += sizes.item * in_products
+    gathered, own = gathered_parameter_bytes(config, mesh), own_parameters(owned_parameters(model), config, mesh)
     gradients = gradient_memory(config, compiler, mesh, count)
     flat = compiler.flat_copies if facts.orders_sums and math.prod(mesh.values()) > 1 else 0
     moments: dict[Moment, dict[str, float]] = {
         "head": {
             "activations": activations,
+            "gathered": gathered,
             "gradients": gradients.earlier + 4 * matrix * (1 + flat),
             "head": head_bytes(config, sizes, compiler, mode),
         },
         "backward": {
             "activations": activations,
+            "gathered": gathered,
             "gradients": gradients.backward,
             "working": working_bytes(config, sizes, compiler, mode, mesh, model.num_layers),
         },
@@ -68,7 +72,7 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
     parts = {name: int(moments[moment].get(name, 0)) for name in TEMPORARIES}
     return StepMemory(
         moment=moment,
-        parameters=4 * count,
+        parameters=4 * (int(own) if config.optimizer.zero == 3 else count),
         optimizer=moment_bytes(owned_parameters(model), config, mesh),
         batch=int(4 * sizes.sequences * config.train.grad_accumulation * (config.data.seq_len + 1)),
         **parts,
@@ -77,9 +81,12 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
 
 
 def parameter_bytes(config: Config) -> int:
-    """Bytes of a device's parameters, which no setting that saves memory shards."""
-    mesh = config.mesh.sizes
-    if config.step_facts.has_ticks:
+    """Bytes of a device's parameters between steps."""
+    mesh, has_ticks = config.mesh.sizes, config.step_facts.has_ticks
+    if config.optimizer.zero == 3:
+        owned = stage_parameters_of(config) if has_ticks else owned_parameters(config.model)
+        return int(4 * own_parameters(owned, config, mesh))
+    if has_ticks:
         return 4 * stage_parameters_of(config).on_device(config, mesh)
     return 4 * parameters_per_device(config.model, config.mesh.expert_ranks(mesh), mesh["tensor"], config.replicas)
 
@@ -89,12 +96,16 @@ def least_bytes(config: Config, platform: str) -> float:
 
     It is the same for all ways to recompute and to split the batch, and for all schedules of one kind of step.
     """
-    has_ticks, parameters = config.step_facts.has_ticks, parameter_bytes(config)
-    owned = stage_parameters_of(config) if has_ticks else owned_parameters(config.model)
-    own = own_parameters(owned, config, config.mesh.sizes)
-    gradients = parameters if has_ticks or config.optimizer.zero == 0 else 4 * (own + own)  # a shard, and its update
+    has_ticks, parameters, mesh = config.step_facts.has_ticks, parameter_bytes(config), config.mesh.sizes
+    stages = stage_parameters_of(config) if has_ticks else None
+    own = own_parameters(stages or owned_parameters(config.model), config, mesh)
+    gradients = 4 * (own + own)  # a shard, and its update
+    if stages:
+        gradients = 4 * stages.on_device(config, mesh)
+    elif config.optimizer.zero == 0:
+        gradients = parameters
     # moments and gradients are rounded down
-    moments = moment_bytes(owned, config, config.mesh.sizes)
+    moments = moment_bytes(stages or owned_parameters(config.model), config, mesh)
     return parameters + moments - 1 + gradients - 1 + COMPILERS[platform].reserved_bytes
 
 
@@ -102,6 +113,6 @@ def _stored_by_blocks(config: Config, sizes: DeviceSizes, mode: Mode, in_product
     """Bytes that all blocks store for their backward pass."""
     model, blocks, facts = config.model, Counter(config.model.block_kinds), config.step_facts
     total = sum(count * stored_bytes(sizes, model, kind, mode, facts.remat_unit) for kind, count in blocks.items())
-    if facts.keeps_weight_casts and mode == "all":
+    if facts.keeps_weight_casts and mode == "all" and config.optimizer.zero < 3:
         total += sizes.item * in_products  # weight casts are stacked like activations
     return total / period_of(config) if facts.remat_unit == "period" and mode == "full" else total

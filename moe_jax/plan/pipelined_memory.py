@@ -16,7 +16,7 @@ from moe_jax.config.layer_layout import Stages
 from moe_jax.config.registry import PIPELINE_FACTS
 from moe_jax.plan.activation_memory import deferred_bytes, mode_of, sizes_of, stored_bytes
 from moe_jax.plan.compilers import COMPILERS
-from moe_jax.plan.gradients import moment_bytes, params_by_group
+from moe_jax.plan.gradients import moment_bytes, own_parameters, params_by_group
 from moe_jax.plan.stage_parameters import stage_parameters_of
 from moe_jax.plan.step_memory import TEMPORARIES, Moment, StepMemory
 from moe_jax.plan.workspace_memory import head_bytes, working_bytes
@@ -58,19 +58,27 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
     working = new + at_work * slot + (residuals if repeats else 0.0)
     # sums of gradients and buffers are allocated all the time, and so without gaps
     working += working_bytes(config, sizes, compiler, mode, mesh, blocks)
+    ends = sum(params_by_group(params.ends, config, mesh).values())
+    gathered = 4 * ends + sizes.item * (count - ends) if config.optimizer.zero == 3 else 0.0
     moments: dict[Moment, dict[str, float]] = {
         "head": {
             "activations": activations,
+            "gathered": gathered,
             "gradients": 4 * count,
             "head": head_bytes(config, sizes, compiler, mode) + 4 * model.vocab_size * model.hidden_size,
         },
-        "backward": {"activations": activations, "gradients": 4 * count, "working": working},
+        "backward": {
+            "activations": activations,
+            "gathered": gathered,
+            "gradients": 4 * count,
+            "working": working,
+        },
     }
     moment: Moment = max(moments, key=lambda name: sum(moments[name].values()))
     found = {name: int(moments[moment].get(name, 0)) for name in TEMPORARIES}
     return StepMemory(
         moment=moment,
-        parameters=4 * count,
+        parameters=4 * (int(own_parameters(params, config, mesh)) if config.optimizer.zero == 3 else count),
         optimizer=moment_bytes(params, config, mesh),
         batch=int(4 * sizes.sequences * parts * (config.data.seq_len + 1)),
         **found,

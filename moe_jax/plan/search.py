@@ -36,7 +36,7 @@ _MEMORY_LEFT = 0.06  # share of a device's memory for the runtime and errors of 
 _PARTS = 4  # how many numbers of parts of the batch are tried with pipeline stages
 _REMATS = ("none", "dots", "full")
 _STAGED_REMATS = (*_REMATS, "chunk")
-_ZEROS = (0, 1, 2)
+_ZEROS = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,6 +276,7 @@ class PlanSearch:
         if not config.step_facts.has_ticks:
             return step_memory(config, self.cluster.device.platform, mesh)
         others = tuple(value for name, value in sections_of(config).items() if name != "optimizer")
+        others += (config.optimizer.zero == 3,)
         if others not in self._with_ticks:
             self._with_ticks[others] = step_memory(config, self.cluster.device.platform, mesh)
         # the only memory of a step with ticks that ZeRO shards

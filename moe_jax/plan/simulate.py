@@ -7,6 +7,7 @@ from itertools import chain
 
 from moe_jax.schedule.actions import Action, Seconds, Stream, StreamOf, three_streams
 from moe_jax.schedule.dependencies import task_graph
+from moe_jax.schedule.param_gathers import needs_with_release
 from moe_jax.schedule.schedule import Schedule
 from moe_jax.schedule.simulation import in_list_order, simulate_streams
 
@@ -84,5 +85,7 @@ def simulate(
     with `rank_of=exchanges_first` a free stream runs a reduction only if no exchange is ready. While anything
     communicates, compute takes `slowdown` times as long. Raises ScheduleError if tasks wait for each other.
     """
-    spans = simulate_streams(schedule.actions, task_graph(schedule.shape), seconds, stream_of, rank_of, slowdown)
+    compute = (action for action in schedule.actions if stream_of(action) == Stream.COMPUTE)
+    needs = needs_with_release(schedule.shape, compute)
+    spans = simulate_streams(schedule.actions, needs, seconds, stream_of, rank_of, slowdown)
     return Timeline(schedule, tuple(SimulatedTask(action, stream_of(action), *span) for action, span in spans.items()))

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 Moment = Literal["head", "backward", "update"]
-TEMPORARIES = ("activations", "gradients", "head", "working")
+TEMPORARIES = ("activations", "gathered", "gradients", "head", "working")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +16,7 @@ class StepMemory:
     optimizer: int  # moments
     batch: int
     activations: int  # stored for the backward pass
+    gathered: int  # parameters of other devices' shards (`optimizer.zero=3`)
     gradients: int
     head: int  # logits and their gradient
     working: int  # workspace of a block's backward pass, its exchanges included, or of an update

@@ -20,6 +20,7 @@ def step_shape(config: Config, mesh: Mapping[str, int], reductions: Sequence[int
         settings.expert_chunks,
         weight_grad=settings.weight_grad,
         grad_reduce=settings.grad_reduce,
+        param_gather=config.param_gather,
         reductions=tuple(reductions),
         tied=model.tie_word_embeddings,
         # all tensor ranks have the bias vectors of an expert that they share

@@ -18,6 +18,7 @@ from moe_jax.plan.launch_overhead import with_launch_overhead
 from moe_jax.plan.measured import MeasuredTimes
 from moe_jax.plan.op_times import OpTimes
 from moe_jax.plan.over_tensor import LinkStages, form_seconds
+from moe_jax.plan.param_gathers import Gathered, gathered_bytes, param_gathers
 from moe_jax.plan.product_curves import measured_attention
 from moe_jax.plan.products import Direction, block_products
 from moe_jax.plan.resources import Owned, owned_parameters, parameters_per_device
@@ -89,7 +90,14 @@ class Step:
     def timeline(self) -> Timeline:
         shape = step_shape(self.config, self.mesh, list(map(len, self.sums)))
         sent = [[each.sent_bytes for each in owner] for owner in self.sums]
-        known = order_times(self.config, self.mesh, self.device.platform, sent, self.measured.compute)
+        known = order_times(
+            self.config,
+            self.mesh,
+            self.device.platform,
+            sent,
+            self.measured.compute,
+            gathered_bytes(self.config, self.mesh),
+        )
         schedule = make_schedule(self.config.schedule.policy, shape, known.of(shape), two_streams)
         return simulate(schedule, self.task_seconds(schedule), two_streams, exchanges_first, self.slowdown)
 
@@ -98,6 +106,8 @@ class Step:
         times = self.times
 
         def bytes_of(action: Action) -> float:
+            if action.direction == "P":
+                return sum(each.sent_bytes for each in self._gathers[owner_of(action)][action.op])
             if action.direction == "G":
                 return self.sums[owner_of(action)][action.part].num_bytes if is_reduction(action) else 0.0
             whole = times.transfer[action.op].num_bytes
@@ -115,7 +125,7 @@ class Step:
         line, accumulation = self.timeline, self.config.train.grad_accumulation
         sums = sum(task.end_s - task.start_s for task in line.tasks if is_reduction(task.action))
         exchange = line.busy_s[Stream.COMMUNICATION] - sums
-        each_summed = accumulation == 1 or self.config.optimizer.zero == 2
+        each_summed = accumulation == 1 or self.config.optimizer.zero >= 2
         alone = line.exposed_s if each_summed else self._exposed_without_sums()
         compute = line.busy_s[Stream.COMPUTE]
         adding = self.adding_parts_s
@@ -136,7 +146,7 @@ class Step:
     @property
     def _added(self) -> float:
         """The number of gradients of a part that are added to those of earlier parts."""
-        if self.config.optimizer.zero == 2:
+        if self.config.optimizer.zero >= 2:
             return own_parameters(owned_parameters(self.config.model), self.config, self.mesh)
         return parameters_per_device(self.config.model, self.experts.ranks, self.tensor, self.config.replicas)
 
@@ -161,6 +171,7 @@ class Step:
             transfer=dict.fromkeys(("dispatch", "combine"), transfer),
             reduce=Linear(0.0, 1.0),
             reduction_bytes=self._sums_s,
+            gather_bytes=self._gathers_s,
         )
 
     @cached_property
@@ -168,6 +179,17 @@ class Step:
         different = {each for owner in self.sums for each in owner}
         seconds = {each: each.seconds(self.collectives) for each in different}
         return tuple(tuple(seconds[each] for each in owner) for owner in self.sums)
+
+    @cached_property
+    def _gathers_s(self) -> tuple[dict[str, float], ...]:
+        return tuple(
+            {op: sum(each.seconds(self.collectives) for each in gathers) for op, gathers in owner.items()}
+            for owner in self._gathers
+        )
+
+    @cached_property
+    def _gathers(self) -> tuple[dict[str, tuple[Gathered, ...]], ...]:
+        return param_gathers(self.config, self.mesh) if self.config.param_gather != "none" else ()
 
     @property
     def _pairs(self) -> float:

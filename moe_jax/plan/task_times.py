@@ -93,9 +93,10 @@ class TaskTimes:
 
     compute: Mapping[str, TaskStage]  # embed, attend (with the gate), dense (attention and MLP), expert, head
     transfer: Mapping[str, Transfer]  # dispatch, combine; gather, scatter if experts are sharded
-    reduce: Linear  # sum over devices, per byte
+    reduce: Linear  # sums over devices and gathers of parameters, per byte
     reduction_bytes: tuple[tuple[float, ...], ...]  # by owner (embed, blocks, head) and bucket
     counts_bytes: float = 0.0  # the router counts of all blocks
+    gather_bytes: tuple[Mapping[str, float], ...] = ()  # parameters that leave a device, by owner and op
 
     def of(self, shape: StepShape) -> Seconds:
         """Seconds of each task of a shape."""
@@ -111,6 +112,8 @@ class TaskTimes:
             direction, op, block, _ = action
             if direction == "G":
                 return self.reduce.seconds(self._bytes_of(action))
+            if direction == "P":
+                return self.reduce.seconds(self.gather_bytes[owner_of(action)][op])
             return of_op(direction, op, op == "attend" and shape.kinds[block] == "dense")
 
         return seconds
@@ -121,6 +124,8 @@ class TaskTimes:
         return self.reduction_bytes[owner_of(action)][action.part]
 
 
-def owner_of(reduction: Action) -> int:
-    """The index of the owner of summed gradients: 0 is the embedding, -1 the head, blocks are between them."""
-    return {"embed": 0, "head": -1}.get(reduction.op, reduction.block + 1)
+def owner_of(action: Action) -> int:
+    """The index of the owner of summed gradients, or of gathered parameters: 0 is the embedding, -1 the head, blocks
+    are between them.
+    """
+    return {"embed": 0, "head": -1}.get(action.op, action.block + 1)

@@ -1,9 +1,12 @@
 """Bytes that leave a device in a step, by mesh axis."""
 
+from collections.abc import Mapping
+
 from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.gradients import params_by_group, parts_of
+from moe_jax.plan.param_gathers import gathered_bytes
 from moe_jax.plan.stage_parameters import stage_parameters_of, stage_sums
 from moe_jax.plan.step_times import Step, context_width, gathered_widths
 from moe_jax.plan.work import ITEM_BYTES, has_ring
@@ -15,7 +18,7 @@ def traffic(config: Config, cluster: Cluster) -> dict[str, float]:
     `expert` counts rows to experts and back, forward and backward; `tensor` what tensor ranks gather and sum for
     attention, MLPs and rows; `context` keys and values, and their gradients; `pipeline` activations and their
     gradients; `gradients` sums over all devices with the same parameters; `parameters` the shards that these devices
-    gather from each other (`optimizer.zero`).
+    gather from each other (`optimizer.zero`), with stage 3 in every forward and backward pass.
     """
     step, model, parts = Step(config, cluster), config.model, config.train.grad_accumulation
     item, ranks = ITEM_BYTES[config.train.compute_dtype], step.experts.ranks
@@ -47,11 +50,27 @@ def traffic(config: Config, cluster: Cluster) -> dict[str, float]:
     found = max(of_stages, key=lambda sent: sum(sent.values()))
     found["pipeline"] = 2 * stages.chunks * step.tokens * model.hidden_size * item if stages.stages > 1 else 0.0
     found = {axis: parts * num_bytes for axis, num_bytes in found.items()}
-    summed = parts if config.optimizer.zero == 2 else 1  # else gradients of the parts are added first
+    summed = parts if config.optimizer.zero >= 2 else 1  # else gradients of the parts are added first
     found["gradients"] = summed * sum(each.sent_bytes for each in stage_sums(config, step.mesh))
     owned_counts = [
         each for owned in stage_parameters_of(config) for each in params_by_group(owned, config, step.mesh).items()
     ]
-    shards = parts_of(config, step.mesh)
-    found["parameters"] = sum((1 - 1 / shards[group]) * count * ITEM_BYTES["float32"] for group, count in owned_counts)
+    if config.param_gather != "none":
+        found["parameters"] = parts * _gathered_for_passes(config, step.mesh)
+    else:
+        shards = parts_of(config, step.mesh)
+        found["parameters"] = sum(
+            (1 - 1 / shards[group]) * count * ITEM_BYTES["float32"] for group, count in owned_counts
+        )
     return {axis: num_bytes for axis, num_bytes in found.items() if num_bytes > 0}
+
+
+def _gathered_for_passes(config: Config, mesh: Mapping[str, int]) -> float:
+    """Bytes of gathers in the passes of one part of the batch.
+
+    Blocks are gathered in both directions, but the highest one of a scheduled step, which keeps its parameters.
+    """
+    *below, head = gathered_bytes(config, mesh)
+    kept = below[-1] if config.step_facts.orders_tasks else {}
+    blocks = 2 * sum(sum(owner.values()) for owner in below[1:]) - sum(kept.values())
+    return blocks + sum(below[0].values()) + sum(head.values())

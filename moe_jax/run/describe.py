@@ -130,7 +130,7 @@ def pipeline_text(table: Table) -> str:
 def _memory(memory: StepMemory) -> str:
     """The predicted memory of a step per device, in total and by its largest parts."""
     parts = {"state": memory.state, "stored activations": memory.activations, "gradients": memory.gradients}
-    parts |= {"head": memory.head, "a block at work": memory.working}
+    parts |= {"gathered parameters": memory.gathered, "head": memory.head, "a block at work": memory.working}
     listed = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in parts.items() if num_bytes)
     return f"about {size(memory.total)} per device in a step: {listed}"
 

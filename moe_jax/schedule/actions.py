@@ -1,13 +1,14 @@
 """The tasks of a training step, by name.
 
 `F.attend.3.0` is direction F, op attend, block 3, microbatch 0. The last number is the *part*: the microbatch, the
-capacity chunk of an expert pipeline, or the bucket of a reduction. Ops that belong to no block have no block number:
-`F.head.1`.
+capacity chunk of an expert pipeline, the bucket of a reduction, or the pass that parameters are gathered for (0
+forward, 1 backward). Ops that belong to no block have no block number: `F.head.1`.
 
 | direction | ops |
 |---|---|
 | F forward, B backward | embed, attend, dispatch, gather, expert, scatter, combine, head |
 | W weight gradients, where they are split from B | attend, expert, head |
+| P gathers of parameters that are sharded | embed, attend (a block's, except experts), expert, head |
 | G sums over devices | reduce (a block's gradients), embed, head (theirs), counts (all routers' counts) |
 """
 
@@ -25,9 +26,10 @@ _OPS = {
     "F": _CHAIN,
     "B": _CHAIN,
     "W": ("attend", "expert", "head"),
+    "P": ("embed", "attend", "expert", "head"),
     "G": ("reduce", "embed", "head", "counts"),
 }
-_FORM = re.compile(r"([FBWG])\.([a-z]+)(?:\.(\d+))?\.(\d+)", re.ASCII)
+_FORM = re.compile(r"([FBWPG])\.([a-z]+)(?:\.(\d+))?\.(\d+)", re.ASCII)
 
 
 class ScheduleError(UserError):
@@ -37,7 +39,7 @@ class ScheduleError(UserError):
 class Action(NamedTuple):
     """One task of a step. Actions can be sorted, hashed and printed."""
 
-    direction: str  # F, B, W or G
+    direction: str  # F, B, W, P or G
     op: str
     block: int  # NO_BLOCK for embed, head and counts
     part: int
@@ -87,7 +89,7 @@ def three_streams(action: Action) -> Stream:
 
     For clusters where the collectives of sharded experts have links of their own.
     """
-    return Stream.COMMUNICATION if action.direction == "G" else _STREAM[action.op]
+    return Stream.COMMUNICATION if action.direction in ("P", "G") else _STREAM[action.op]
 
 
 def two_streams(action: Action) -> Stream:
@@ -98,3 +100,8 @@ def two_streams(action: Action) -> Stream:
 def is_reduction(action: Action) -> bool:
     """Whether a task sums gradients over devices."""
     return action.direction == "G" and action.op != "counts"
+
+
+def is_param_gather(action: Action) -> bool:
+    """Whether a task gathers parameters from the devices that have shards of them."""
+    return action.direction == "P"

@@ -1,12 +1,24 @@
 """Build a schedule from a policy's name: split, order, place weight gradients and reductions, merge the streams."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from moe_jax.config.plugins import guarded, load_part
 from moe_jax.errors import ConfigError
-from moe_jax.schedule.actions import Action, ScheduleError, Seconds, Stream, StreamOf, three_streams
+from moe_jax.schedule.actions import (
+    Action,
+    ScheduleError,
+    Seconds,
+    Stream,
+    StreamOf,
+    is_param_gather,
+    is_reduction,
+    three_streams,
+)
 from moe_jax.schedule.dependencies import task_graph
-from moe_jax.schedule.grad_buckets import by_readiness, fill_gaps
+from moe_jax.schedule.grad_buckets import by_readiness, exchanges_first
+from moe_jax.schedule.link_order import Priority
+from moe_jax.schedule.param_gathers import needs_with_release
 from moe_jax.schedule.policies import POLICIES, by_phase
 from moe_jax.schedule.policies.protocol import Orders, Policy
 from moe_jax.schedule.schedule import Schedule
@@ -43,6 +55,7 @@ def make_schedule(policy: str, shape: StepShape, seconds: Seconds, stream_of: St
     The task durations `seconds` affect only where weight gradients and bucketed reductions are placed. Raises
     ScheduleError.
     """
+    whole, shape = shape, replace(shape, param_gather="none")  # which does not change the order of compute tasks
     orders, needs = _orders(policy, shape), task_graph(shape)
 
     def step_s(issued: list[Action]) -> float:
@@ -52,6 +65,7 @@ def make_schedule(policy: str, shape: StepShape, seconds: Seconds, stream_of: St
     if shape.split_weight_grad:
         issued = interleave(computes[0], _exchanges(orders), needs)
         computes = greedy(issued, shape, needs, seconds, stream_of)
+    shape, needs = whole, task_graph(whole)
     lists = [_merge(compute, orders, shape, seconds, stream_of) for compute in computes]
     if len(lists) == 1:
         return Schedule(policy, shape, tuple(lists[0]))
@@ -67,12 +81,19 @@ _TOLERANCE = 1.002  # orders that are at most this much slower than the fastest 
 def _merge(
     compute: list[Action], orders: Orders, shape: StepShape, seconds: Seconds, stream_of: StreamOf
 ) -> list[Action]:
-    """Merge all streams into one issue order and place the reductions."""
-    needs = task_graph(shape)
-    issued = interleave(compute, [*_exchanges(orders), by_readiness(compute, shape, needs)], needs)
-    if shape.grad_reduce != "bucketed":
+    """Merge all streams into one issue order and place the gathers of parameters and the reductions."""
+    needs = needs_with_release(shape, compute)
+    lanes = [*_exchanges(orders), list(shape.param_gathers), by_readiness(compute, shape, needs)]
+    issued = interleave(compute, lanes, needs)
+    if shape.grad_reduce != "bucketed" and shape.param_gather != "prefetch":
         return issued
-    filled = fill_gaps(issued, needs, seconds, stream_of)
+
+    def rank_of(action: Action) -> int:
+        placed = is_reduction(action) and shape.grad_reduce == "bucketed"
+        placed |= is_param_gather(action) and shape.param_gather == "prefetch"
+        return exchanges_first(action) if placed else Priority.EXPERT
+
+    filled = list(simulate_streams(issued, needs, seconds, stream_of, rank_of))
     lanes = [[task for task in filled if stream_of(task) == stream] for stream in _LANES]
     return interleave(compute, lanes, needs)
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from functools import lru_cache
 
-from moe_jax.schedule.actions import NO_BLOCK, Action, ScheduleError, is_reduction
+from moe_jax.schedule.actions import NO_BLOCK, Action, ScheduleError, is_param_gather, is_reduction
 from moe_jax.schedule.schedule import Schedule
 from moe_jax.schedule.shape import ChainStage, StepShape, is_compute, weight_gradient
 
@@ -20,14 +20,18 @@ def dependencies(action: Action, shape: StepShape) -> frozenset[Action]:
     - B: the parts of the next stage, and the activations that its own forward task saved. In a block with experts also
       the router counts of the whole global batch, for the load-balance loss.
     - W: its B task and the same forward task.
+    - P: nothing, or for the backward pass the forward pass's. F and B wait for their P.
     - G: every gradient of its owner, from all microbatches; with `grad_reduce="end"`, every gradient of the step.
     """
     if action.direction == "G":
         return frozenset(_gradients(action, shape))
     stage = ChainStage(action.op, action.block)
+    if is_param_gather(action):
+        return frozenset({action._replace(part=0)} if action.part else ())
     place = shape.place[stage]
     moe_attend = action.op == "attend" and shape.kinds[action.block] == "moe"
-    needs: set[Action] = set()
+    gather = shape.param_gather_of(action)
+    needs: set[Action] = set() if gather is None else {gather}
     if action.direction == "F":
         if place > 0:
             needs |= shape.overlapping("F", shape.stages[place - 1], action)
@@ -62,7 +66,7 @@ def task_graph(shape: StepShape) -> Needs:
         tasks += [*shape.tasks_of("F", stage), *backward]
         tasks += [weight for task in backward if (weight := weight_gradient(task, shape))]
     tasks += [_COUNTS] if "moe" in shape.kinds else []
-    tasks += all_reductions(shape)
+    tasks += [*shape.param_gathers, *all_reductions(shape)]
     return {task: dependencies(task, shape) for task in tasks}
 
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from moe_jax.errors import ConfigError
-from moe_jax.schedule.actions import Action, Seconds, StreamOf, is_reduction
+from moe_jax.schedule.actions import Action, Seconds, StreamOf, is_param_gather, is_reduction
 from moe_jax.schedule.dependencies import Needs, all_reductions
 from moe_jax.schedule.link_order import Priority
 from moe_jax.schedule.shape import StepShape
@@ -58,10 +58,14 @@ def by_readiness(compute: Sequence[Action], shape: StepShape, needs: Needs) -> l
 
 
 def fill_gaps(issued: Sequence[Action], needs: Needs, seconds: Seconds, stream_of: StreamOf) -> list[Action]:
-    """Sort tasks by start time, with reductions only while no exchange is ready (FlowMoE)."""
+    """Sort tasks by start time, with gathers of parameters and reductions only while no exchange is ready (FlowMoE)."""
     return list(simulate_streams(issued, needs, seconds, stream_of, rank_of=exchanges_first))
 
 
 def exchanges_first(action: Action) -> int:
-    """The priority of a task on its stream: any exchange that is ready goes before any reduction."""
+    """The priority of a task on its stream: any exchange that is ready goes before any gather of parameters, and that
+    before any reduction.
+    """
+    if is_param_gather(action):
+        return Priority.PARAMETERS
     return Priority.DATA if is_reduction(action) else Priority.EXPERT

@@ -1,4 +1,5 @@
-"""Priorities of transfers that share a link: experts, then stages, then context ranks, then sums of gradients.
+"""Priorities of transfers that share a link: experts, then stages, then context ranks, then parameters, then
+sums of gradients.
 
 This follows MoNTA ("Communication Conflict"): the sooner a task waits for a transfer, the sooner it is sent.
 """
@@ -14,7 +15,8 @@ class Priority(IntEnum):
     EXPERT = 0  # rows; the pass itself waits for them
     PIPELINE = 1  # activations and gradients between stages; the next pass waits for them
     CONTEXT = 2  # keys and values of later hops
-    DATA = 3  # sums of gradients; nothing waits for them before the end of the step
+    PARAMETERS = 3  # of the next block; its tasks wait for them
+    DATA = 4  # sums of gradients; nothing waits for them before the end of the step
 
 
 def finish_times_s(wanted_s: Mapping[Priority, float]) -> dict[Priority, float]:

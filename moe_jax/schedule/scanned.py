@@ -1,17 +1,20 @@
 """Schedules of deep models: equal groups of blocks run in scans, and all iterations of a scan use the same task list.
 
-An iteration ends before the next one starts, so a schedule overlaps tasks only within one iteration. Reductions are the
-exception: each iteration of the backward scan sums the gradients of the iteration above it, which are complete.
+An iteration ends before the next one starts, so a schedule overlaps tasks only within one iteration. There are two
+exceptions: each iteration of the backward scan sums the gradients of the iteration above it, which are complete, and
+each iteration gathers the parameters of the next one.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from moe_jax.schedule.actions import Action, Seconds, StreamOf, is_reduction, three_streams
+from moe_jax.schedule.actions import Action, Seconds, Stream, StreamOf, is_param_gather, is_reduction, three_streams
 from moe_jax.schedule.build import make_schedule
-from moe_jax.schedule.dependencies import Needs, all_reductions, task_graph
+from moe_jax.schedule.dependencies import Needs, all_reductions
 from moe_jax.schedule.grad_buckets import fill_gaps
+from moe_jax.schedule.param_gathers import needs_with_release
 from moe_jax.schedule.schedule import Schedule
 from moe_jax.schedule.shape import StepShape
 
@@ -62,20 +65,23 @@ class ScannedSchedule(NamedTuple):
     epilogue: tuple[Action, ...]  # backward, below the iterations, and the remaining reductions
     reduction_body: tuple[Action, ...]  # body: reductions after the backward pass, from the highest iteration to 0
     last_reductions: tuple[Action, ...]  # reductions below the iterations, after those
+    num_blocks: int  # of the model
 
     def without_reductions(self) -> "ScannedSchedule":
         """The same schedule without reductions: gradients stay local to each device."""
-        bare = (tuple(action for action in part if not is_reduction(action)) for part in self[1:])
-        return ScannedSchedule(self.blocks, *bare)
+        parts = [name for name in self._fields if name not in ("blocks", "num_blocks")]
+        bare: dict[str, Any] = {name: tuple(t for t in getattr(self, name) if not is_reduction(t)) for name in parts}
+        return self._replace(**bare)
 
     def actions(self) -> tuple[Action, ...]:
         """The tasks of all iterations, one after another."""
         count, size = self.blocks.count, self.blocks.size
 
         def run(body: Iterable[Action], iterations: Iterable[int]) -> Iterator[Action]:
-            return (
-                action._replace(block=action.block + iteration * size) for iteration in iterations for action in body
-            )
+            for iteration in iterations:
+                for action in body:
+                    moved = action._replace(block=action.block + iteration * size)
+                    yield from self._gathered_in_scan(moved) if is_param_gather(action) else [moved]
 
         return (
             *self.prologue,
@@ -86,6 +92,17 @@ class ScannedSchedule(NamedTuple):
             *run(self.reduction_body, reversed(range(count))),
             *self.last_reductions,
         )
+
+    def _gathered_in_scan(self, gather: Action) -> list[Action]:
+        """What an iteration gathers for the next one.
+
+        The highest iteration of the forward scan has none above it, and gathers its own parameters again, for its
+        backward tasks. So does the lowest of the backward scan, for nothing.
+        """
+        if gather.part == 0 and gather.block < self.blocks.last:
+            return [gather]
+        again = gather._replace(block=gather.block - self.blocks.size, part=1)
+        return [again] if self.blocks.first <= again.block < self.num_blocks - 1 else []
 
 
 def make_scanned(
@@ -102,34 +119,40 @@ def make_scanned(
     def in_whole(action: Action) -> Action:
         return action if action.block < blocks.first + blocks.size else action._replace(block=action.block + more)
 
-    issued = make_schedule(
-        policy, _two_iterations(shape, blocks), lambda action: seconds(in_whole(action)), stream_of
-    ).actions
+    short = _two_iterations(replace(shape, param_gather="none"), blocks)
+    issued = make_schedule(policy, short, lambda action: seconds(in_whole(action)), stream_of).actions
     tasks = [in_whole(action) for action in issued if not is_reduction(action)]
     forward = [task for task in tasks if task.direction == "F"]
     backward = [task for task in tasks if task.direction != "F"]
-    sums = all_reductions(shape)
-    needs = task_graph(shape)
+    sums, gathers = all_reductions(shape), _gathers(shape, blocks)
 
     def of(tasks: Sequence[Action], *wanted: int) -> list[Action]:
         return [task for task in tasks if blocks.iteration_of(task) in wanted]
 
-    def filled(tasks: list[Action], reductions: list[Action]) -> tuple[Action, ...]:
-        return _with_reductions(tasks, reductions, needs, seconds, stream_of) if reductions else tuple(tasks)
+    def filled(tasks: list[Action], part: str, reductions: list[Action]) -> tuple[Action, ...]:
+        more = [*gathers.get(part, []), *reductions]
+        if not more:
+            return tuple(tasks)
+        is_body = part in ("forward_body", "backward_body")
+        own = {task: _in_body(needs[task], task, tasks, shape) if is_body else needs[task] for task in [*tasks, *more]}
+        return _with_more(tasks, more, own, seconds, stream_of)
 
     highest, above = blocks.count - 1, blocks.count
     top = of(forward, above) + of(backward, highest, above)
     down, end = of(backward, 0), of(backward, -1)
     at_end = shape.grad_reduce == "end"
+    passes = (*of(forward, -1, 0), *top, *down, *end)
+    needs = needs_with_release(shape, (task for task in passes if stream_of(task) == Stream.COMPUTE))
     scanned = ScannedSchedule(
         blocks=blocks,
-        prologue=tuple(of(forward, -1)),
-        forward_body=tuple(of(forward, 0)),
-        middle=tuple(top) if at_end else filled(top, of(sums, above)),
-        backward_body=tuple(down) if at_end else filled(down, of(sums, 1)),
-        epilogue=(*end, *of(sums, above)) if at_end else filled(end, of(sums, 0, -1)),
+        prologue=filled(of(forward, -1), "prologue", []),
+        forward_body=filled(of(forward, 0), "forward_body", []),
+        middle=filled(top, "middle", [] if at_end else of(sums, above)),
+        backward_body=filled(down, "backward_body", [] if at_end else of(sums, 1)),
+        epilogue=(*filled(end, "epilogue", [] if at_end else of(sums, 0, -1)), *(of(sums, above) if at_end else ())),
         reduction_body=tuple(of(sums, 0)) if at_end else (),
         last_reductions=tuple(of(sums, -1)) if at_end else (),
+        num_blocks=len(shape.kinds),
     )
     return Schedule(policy, shape, scanned.actions()), scanned
 
@@ -144,12 +167,41 @@ def _two_iterations(shape: StepShape, blocks: ScannedBlocks) -> StepShape:
     )
 
 
-def _with_reductions(
-    tasks: Sequence[Action], reductions: Sequence[Action], needs: Needs, seconds: Seconds, stream_of: StreamOf
+def _gathers(shape: StepShape, blocks: ScannedBlocks) -> dict[str, list[Action]]:
+    """The gathers of parameters in each part of a scanned step. Scan bodies gather for the next iteration."""
+    parts: dict[str, list[Action]] = defaultdict(list)
+    for gather in shape.param_gathers:
+        iteration, is_backward = blocks.iteration_of(gather), gather.part == 1
+        match iteration:
+            case -1:
+                parts["epilogue" if is_backward else "prologue"].append(gather)
+            case 0 if not is_backward:
+                parts["prologue"].append(gather)
+                parts["forward_body"].append(gather._replace(block=gather.block + blocks.size))
+            case 0:
+                parts["backward_body"].append(gather)  # named like the blocks of the iteration that runs it
+            case _ if iteration == blocks.count or (is_backward and iteration == blocks.count - 2):
+                parts["middle"].append(gather)
+    return parts
+
+
+def _in_body(needs: frozenset[Action], task: Action, tasks: Sequence[Action], shape: StepShape) -> frozenset[Action]:
+    """What a task of a scan body waits for. The iteration before has gathered its parameters; it gathers those of the
+    next one.
+    """
+    if is_param_gather(task):
+        return frozenset(tasks if shape.param_gather == "block" else ())
+    return frozenset(need for need in needs if not is_param_gather(need))
+
+
+def _with_more(
+    tasks: Sequence[Action], more: Sequence[Action], needs: Needs, seconds: Seconds, stream_of: StreamOf
 ) -> tuple[Action, ...]:
-    """Place `reductions` between `tasks` where no exchange is ready. Dependencies outside of both are complete."""
-    inside = {*tasks, *reductions}
+    """Place gathers of parameters and reductions between `tasks` where no exchange is ready. Dependencies outside of
+    these are complete.
+    """
+    inside = {*tasks, *more}
     needs_inside = {task: needs[task] & inside for task in inside}
     place = {task: i for i, task in enumerate(tasks)}
-    by_readiness = sorted(reductions, key=lambda task: max((place[need] for need in needs_inside[task]), default=-1))
+    by_readiness = sorted(more, key=lambda task: max((place.get(need, -1) for need in needs_inside[task]), default=-1))
     return tuple(fill_gaps([*tasks, *by_readiness], needs_inside, seconds, stream_of))

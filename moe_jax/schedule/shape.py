@@ -9,8 +9,10 @@ from moe_jax.schedule.actions import NO_BLOCK, Action, ScheduleError, Stream, st
 KINDS = ("dense", "moe")
 WEIGHT_GRADS = ("inline", "greedy")
 GRAD_REDUCES = ("end", "block", "bucketed")
+PARAM_GATHERS = ("none", "block", "prefetch")
 _PER_MICROBATCH = ("embed", "attend", "head")
 _WITH_WEIGHTS = ("attend", "expert", "head")
+_WITH_PARAMETERS = ("embed", *_WITH_WEIGHTS)
 
 
 class Parts(NamedTuple):
@@ -47,6 +49,7 @@ class StepShape:
     reductions: tuple[int, ...] = ()  # buckets per owner; (): one each; 0: nothing to sum
     sharded_experts: bool = False  # gather tokens before the experts, scatter sums after them
     tied: bool = False  # embedding and head are one matrix, owned by embed
+    param_gather: str = "none"  # when a block's parameters are gathered (param_gathers.py); none: they are not sharded
     local_experts: bool = False  # no other device shares a device's experts: their gradients are not reduced
 
     def __post_init__(self) -> None:
@@ -55,6 +58,7 @@ class StepShape:
         for name, value, allowed in (
             ("weight_grad", self.weight_grad, WEIGHT_GRADS),
             ("grad_reduce", self.grad_reduce, GRAD_REDUCES),
+            ("param_gather", self.param_gather, PARAM_GATHERS),
             *(("kinds", kind, KINDS) for kind in self.kinds or ("",)),
         ):
             if value not in allowed:
@@ -126,6 +130,24 @@ class StepShape:
     def reduced_gradients(self, owner: int) -> list[Action]:
         """The tasks that an owner's reductions wait for."""
         return [task for task in self.gradients(owner) if not (self.local_experts and task.op == "expert")]
+
+    @cached_property
+    def param_gathers(self) -> tuple[Action, ...]:
+        """The gathers of parameters, in the order in which the passes need them."""
+        if self.param_gather == "none":
+            return ()
+        ops = {block: ("attend", "expert") if kind == "moe" else ("attend",) for block, kind in enumerate(self.kinds)}
+        forward = [Action("P", op, block, 0) for block in ops for op in ops[block]]
+        again = [Action("P", op, block, 1) for block in reversed(range(len(ops) - 1)) for op in reversed(ops[block])]
+        return (Action("P", "embed", NO_BLOCK, 0), *forward, Action("P", "head", NO_BLOCK, 0), *again)
+
+    def param_gather_of(self, action: Action) -> Action | None:
+        """The gather of the parameters that a forward or backward task computes with, or None."""
+        if self.param_gather == "none" or action.op not in _WITH_PARAMETERS or action.direction not in ("F", "B"):
+            return None
+        if action.direction == "F":
+            return Action("P", action.op, action.block, 0)
+        return Action("P", action.op, action.block, 1) if 0 <= action.block < len(self.kinds) - 1 else None
 
     def reductions_of(self, owner: int) -> list[Action]:
         """The reductions of an owner's gradients, one for each bucket."""

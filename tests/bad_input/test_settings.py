@@ -180,6 +180,12 @@ SCHEDULE = [
         "set schedule.grad_reduce=bucketed, or schedule.bucket_cap_mb=null",
     ),
     (
+        "gathers of whole parameters",
+        "schedule.param_gather=block optimizer.zero=1",
+        "schedule.param_gather=block gathers nothing with optimizer.zero=1: "
+        "set optimizer.zero=3, or schedule.param_gather=prefetch",
+    ),
+    (
         "chunks of nothing",
         "schedule.grad_reduce=bucketed schedule.bucket_cap_mb=0",
         "schedule.bucket_cap_mb=0.0 must be at least 0.0001 (or null)",

@@ -37,6 +37,11 @@ def check_schedule(config: Sections) -> None:
             f"schedule.bucket_cap_mb={settings.bucket_cap_mb} cuts nothing with schedule.grad_reduce="
             f"{settings.grad_reduce}: set schedule.grad_reduce=bucketed, or schedule.bucket_cap_mb=null"
         )
+    if settings.param_gather != "prefetch" and config.optimizer.zero != 3:
+        raise ConfigError(
+            f"schedule.param_gather={settings.param_gather} gathers nothing with optimizer.zero="
+            f"{config.optimizer.zero}: set optimizer.zero=3, or schedule.param_gather=prefetch"
+        )
     _check_tasks(config)
     _check_whole_batch(config)
 

@@ -1,0 +1,81 @@
+"""What devices gather from each other if parameters are sharded (`optimizer.zero=3`): bytes and seconds."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from moe_jax.config import Config
+from moe_jax.plan.collective_costs import CollectiveCosts, DeviceGroup
+from moe_jax.plan.gradients import params_by_group, parts_of
+from moe_jax.plan.resources import Owned, owned_parameters
+from moe_jax.plan.work import ITEM_BYTES
+
+
+class Gathered(NamedTuple):
+    """Parameters that a device gathers at once, from the devices that would have the same ones."""
+
+    group: DeviceGroup
+    sent_bytes: float  # that leave a device: (P - 1)/P of the whole, over P ranks
+
+    def seconds(self, collectives: CollectiveCosts) -> float:
+        """Seconds on a cluster's links."""
+        return collectives.ring(self.sent_bytes, self.group)
+
+
+def gathered_bytes(config: Config, mesh: Mapping[str, int]) -> tuple[dict[str, float], ...]:
+    """The bytes that leave a device in each gather of a step, by owner and op; () if it has none."""
+    if config.param_gather == "none":
+        return ()
+    return tuple(
+        {op: sum(each.sent_bytes for each in gathers) for op, gathers in owner.items()}
+        for owner in param_gathers(config, mesh)
+    )
+
+
+def gathered_parameter_bytes(config: Config, mesh: Mapping[str, int]) -> float:
+    """Bytes of the parameters that a device has gathered at a time: the embedding or the head, and the blocks of one
+    scan iteration, or with "prefetch" of two. A plain step gathers the embedding and the head together.
+    """
+    if config.param_gather == "none":
+        return 0.0
+    model, item = config.model, ITEM_BYTES[config.train.compute_dtype]
+    shards, owners = parts_of(config, mesh), owned_parameters(model)
+
+    def gathered(owned: Owned) -> float:
+        counts = params_by_group(owned, config, mesh).items()
+        return sum(count for group, count in counts if shards[group] > 1)
+
+    at_once = (2 if config.param_gather == "prefetch" else 1) * config.schedule.unroll
+    blocks = at_once * max(map(gathered, set(owners[1:-1])))
+    ends = sorted([gathered(owners[0]), gathered(owners[-1])])
+    return item * min(blocks, sum(map(gathered, owners[1:-1]))) + 4 * (
+        ends[-1] if config.step_facts.orders_tasks else sum(ends)
+    )
+
+
+def param_gathers(config: Config, mesh: Mapping[str, int]) -> tuple[dict[str, tuple[Gathered, ...]], ...]:
+    """The gathers of the embedding, each block, and the head, by op.
+
+    Blocks are gathered in the compute type; the embedding and the head in float32.
+    """
+    parts, owners = parts_of(config, mesh), owned_parameters(config.model)
+
+    def gathered(owned: Owned, dtype: str) -> tuple[Gathered, ...]:
+        counts = params_by_group(owned, config, mesh)
+        return tuple(
+            Gathered(group, (1 - 1 / parts[group]) * count * ITEM_BYTES[dtype])
+            for group, count in counts.items()
+            if count
+        )
+
+    def block(owned: Owned) -> dict[str, tuple[Gathered, ...]]:
+        experts = Owned(expert=owned.expert, expert_whole=owned.expert_whole)
+        rest = owned._replace(expert=0, expert_whole=0)
+        of_ops = {"attend": rest, "expert": experts}
+        return {op: gathered(own, config.train.compute_dtype) for op, own in of_ops.items()}
+
+    found = {owned: block(owned) for owned in set(owners[1:-1])}
+    return (
+        {"embed": gathered(owners[0], "float32")},
+        *(found[owned] for owned in owners[1:-1]),
+        {"head": gathered(owners[-1], "float32")},
+    )

@@ -1,0 +1,41 @@
+"""When the parameters of blocks are gathered, if devices have shards of them (`optimizer.zero=3`).
+
+A block's parameters are gathered once for its forward tasks and once for its backward tasks. The highest block keeps
+them: its backward tasks follow its forward tasks. A gather waits for a compute task, which bounds the memory of
+gathered parameters: with "block" it starts when the block before, in the order of compute tasks, has computed; with
+"prefetch" when that block starts.
+"""
+
+from collections.abc import Iterable
+
+from moe_jax.schedule.actions import Action
+from moe_jax.schedule.dependencies import Needs, task_graph
+from moe_jax.schedule.shape import StepShape
+
+_AHEAD = {"block": 0, "prefetch": 1}  # blocks
+
+
+def needs_with_release(shape: StepShape, compute: Iterable[Action]) -> Needs:
+    """The task graph of a shape, in which gathers also wait until a device has memory for them.
+
+    `compute` are the compute tasks in order, or those of some blocks; other blocks' gathers wait for nothing else.
+    """
+    needs = task_graph(shape)
+    if shape.param_gather == "none":
+        return needs
+    starts: dict[tuple[int, int], Action | None] = {}  # by block and pass: the compute task before the first one
+    before = None
+    for task in compute:
+        gather = shape.param_gather_of(task)
+        if gather is not None:
+            starts.setdefault(_use(gather), before)
+        before = task
+    order = list(starts)
+    release = dict(zip(order[_AHEAD[shape.param_gather] :], starts.values(), strict=False))
+    waits = {gather: release.get(_use(gather)) for gather in shape.param_gathers}
+    return {**needs, **{gather: needs[gather] | ({task} if task else set()) for gather, task in waits.items()}}
+
+
+def _use(gather: Action) -> tuple[int, int]:
+    """The block and the pass that a gather is for; embedding and head are like blocks."""
+    return {"embed": -1, "head": -2}.get(gather.op, gather.block), gather.part
