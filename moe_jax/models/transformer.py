@@ -39,11 +39,12 @@ from moe_jax.models.hooks import hooks_of
 from moe_jax.models.layers import mlp, rms_norm, scaled
 from moe_jax.models.moe import RouterContext, RouterStats, run_experts
 from moe_jax.parallel.all_to_all import BY_NODE, check_exchange
+from moe_jax.parallel.gathered_params import save_all_but_gathered
 from moe_jax.parallel.mesh import Axes, Axis, expert_axis
 from moe_jax.parallel.ranks import Ranks, ranks_per_node
 from moe_jax.parallel.tensor_axis import tp_all_gather, tp_reduce_scatter
 from moe_jax.parallel.tensor_dispatch import DispatchRoute
-from moe_jax.parallel.trees import Params
+from moe_jax.parallel.trees import Params, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,11 +249,13 @@ def forward(
     router_inputs: RouterInputs | None = None,
     slot_ME: Int[Array, "M E"] | None = None,
     document_BL: Int[Array, "B L"] | None = None,
+    gathers: Tree | None = None,
 ) -> tuple[Float[Array, "B N D"], RouterStats | None]:
     """Return the residual stream after the blocks and router statistics.
 
     If `document_BL` has the document of each token of whole sequences, tokens attend to their own document (see
-    `attend`). Statistics have a leading dimension M; they are None if no block has experts.
+    `attend`). Statistics have a leading dimension M; they are None if no block has experts. `gathers` returns each
+    array of a block whole, by segment, if `params` has shards of them; the backward pass gathers them again.
     """
     x_BND = embed(params["embedding"], token_BN, model, compute)
     stats, below, moe_below = [], 0, 0
@@ -260,9 +263,8 @@ def forward(
         own = router_inputs and router_inputs.above(below)
         moe_here = segment.kinds.count("moe") * segment.repeats
         slots = None if slot_ME is None else slot_ME[moe_below : moe_below + moe_here]
-        x_BND, segment_stats = _run_segment(
-            params["segments"][number], x_BND, segment, model, compute, own, slots, document_BL
-        )
+        run = partial(_run_segment, document_BL=document_BL, gathers=None if gathers is None else gathers[number])
+        x_BND, segment_stats = run(params["segments"][number], x_BND, segment, model, compute, own, slots)
         stats += segment_stats
         below += len(segment.kinds) * segment.repeats
         moe_below += moe_here
@@ -282,6 +284,7 @@ def _run_segment(
     router_inputs: RouterInputs | None,
     slot_mE: jax.Array | None,
     document_BL: jax.Array | None,
+    gathers: Tree | None,
 ) -> tuple[jax.Array, list[RouterStats]]:
     """Scan over the segment's periods, with experts in the slots `slot_mE`.
 
@@ -293,6 +296,8 @@ def _run_segment(
         x_BND: jax.Array, inputs: tuple[Any, jax.Array | None, jax.Array | None]
     ) -> tuple[jax.Array, list[RouterStats]]:
         params, iteration, slots = inputs
+        if gathers is not None:
+            params = jax.tree.map(lambda gather, shard: gather(shard), gathers, params)
         stats = []
         for place, view in enumerate(segment.views):
             own = (
@@ -309,10 +314,12 @@ def _run_segment(
         return x_BND, stats
 
     unroll = min(compute.unroll, segment.repeats)
-    if compute.remat != "none":
+    if compute.remat != "none" or gathers is not None:
         # a loop keeps the compiler from merging recomputation with the first computation; unrolled code does not
         fully_unrolled = unroll == segment.repeats
-        period = jax.checkpoint(period, policy=REMAT_POLICIES[compute.remat], prevent_cse=fully_unrolled)
+        period = jax.checkpoint(
+            period, policy=REMAT_POLICIES.get(compute.remat, save_all_but_gathered), prevent_cse=fully_unrolled
+        )
     iterations = None if router_inputs is None else jnp.arange(segment.repeats)
     slots = None if slot_mE is None else slot_mE.reshape(segment.repeats, -1, slot_mE.shape[1])
     x_BND, stats = jax.lax.scan(period, x_BND, (params, iterations, slots), unroll=unroll)

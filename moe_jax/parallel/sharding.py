@@ -52,6 +52,13 @@ def map_dims(function: Callable[[Dims], Any], dims: Tree) -> Tree:
     return jax.tree.map(function, dims, is_leaf=lambda leaf: isinstance(leaf, tuple))
 
 
+def is_matrix(dims: Dims) -> bool:
+    """Whether an array maps one space to another. Heads and their width count as one dimension; layers and experts do
+    not count.
+    """
+    return len({"head" if "heads" in name else name for name in dims} - {"layers", "experts"}) > 1
+
+
 def shardings(mesh: Mesh, specs: Tree) -> Tree:
     """Return a NamedSharding for each PartitionSpec of a tree."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)

@@ -12,3 +12,4 @@ Grads: TypeAlias = dict[str, Any]  # arrays like the parameters; with `optimizer
 ParamDims: TypeAlias = dict[str, Any]  # names of each parameter's dimensions
 Specs: TypeAlias = dict[str, Any]  # a PartitionSpec of each parameter
 Cuts: TypeAlias = dict[str, Any]  # a `zero.ShardSpec` of each parameter
+Gathers: TypeAlias = dict[str, Any]  # a `gathered_params.ParamGather` of each parameter

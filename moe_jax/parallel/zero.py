@@ -66,6 +66,12 @@ class ShardSpec:
             return whole
         return (*whole[: self.dim], whole[self.dim] // ranks, *whole[self.dim + 1 :])
 
+    def whole_shape(self, shard: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of a whole array from that of a shard. Runs inside `shard_map`."""
+        if not self.axes:
+            return shard
+        return (*shard[: self.dim], shard[self.dim] * ranks_of(self.axes), *shard[self.dim + 1 :])
+
     def unstacked(self) -> "ShardSpec":
         """Return the spec of one array, from the spec of a stack of them."""
         return replace(self, dim=self.dim - 1) if self.axes else self

@@ -79,7 +79,7 @@ def _outputs(config: Config, mesh: Mesh) -> Any:
 
     def body(params: Any, token_BN1: jax.Array, step: jax.Array, slot_ME: jax.Array | None) -> jax.Array:
         background.new_program()
-        params = faults.inject_faults(params, step)
+        params = faults.inject_faults(context.whole(params), step)
 
         def of_part(part: tuple[jax.Array, jax.Array]) -> jax.Array:
             number, token_bN1 = part
@@ -89,7 +89,7 @@ def _outputs(config: Config, mesh: Mesh) -> Any:
         wrong_W = jax.lax.map(of_part, (jnp.arange(count), inputs.in_parts(count))).any(axis=0)
         return of_all_devices(wrong_W)
 
-    in_specs = (context.specs, BATCH_SPEC, REPLICATED, REPLICATED)
+    in_specs = (context.stored_specs, BATCH_SPEC, REPLICATED, REPLICATED)
     return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=REPLICATED, check_vma=False))
 
 
@@ -156,7 +156,7 @@ def _gradients(config: Config, mesh: Mesh) -> Any:
             faults.inject_faults(params, step), StepInputs.of(token_BN1, context, BatchPart(step), slot_ME), context
         )[0]
 
-    in_specs = (context.specs, BATCH_SPEC, REPLICATED, REPLICATED)
+    in_specs = (context.stored_specs, BATCH_SPEC, REPLICATED, REPLICATED)
     on_mesh = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=context.grad_specs, check_vma=False)
     return _counted(on_mesh, mesh)
 

@@ -21,12 +21,13 @@ from moe_jax.models.head import NO_TARGET
 from moe_jax.models.parameters import param_dims
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel import zero
+from moe_jax.parallel.gathered_params import gather_in_order, gathers_of
 from moe_jax.parallel.grad_sync import sum_over_batch
 from moe_jax.parallel.mesh import expert_axis
 from moe_jax.parallel.ordering import depend_on
 from moe_jax.parallel.sequence_shards import OwnTokens, local_shard, local_tokens
 from moe_jax.parallel.sharding import partitions
-from moe_jax.parallel.trees import Cuts, ParamDims, Specs
+from moe_jax.parallel.trees import Cuts, Gathers, ParamDims, Params, Specs, Tree
 from moe_jax.step.optimizer import make_optimizer, state_cuts
 
 State = dict[str, Any]  # {"step": int32, "params": …, "optimizer": …}, and "placement" if experts migrate
@@ -43,12 +44,13 @@ class StepContext:
     specs: Specs  # how parameters are sharded
     cuts: Cuts  # how moments, and the gradients they are computed from, are sharded (`optimizer.zero`)
     optimizer: optax.GradientTransformationExtraArgs
+    gathers: Gathers  # how each parameter is gathered, if `is_fully_sharded`
 
     @classmethod
     def of(cls, config: Config, mesh: Mesh) -> "StepContext":
         """Build the context for a config on a mesh. Raises ConfigError."""
-        dims, compute = param_dims(config.model), ComputeConfig.of(config, mesh)
-        specs, cuts = partitions(dims, expert_axis(config.mesh)), state_cuts(config, mesh)
+        dims, compute, cuts = param_dims(config.model), ComputeConfig.of(config, mesh), state_cuts(config, mesh)
+        specs = partitions(dims, expert_axis(config.mesh))
         return cls(
             config=config,
             compute=compute,
@@ -57,7 +59,56 @@ class StepContext:
             specs=specs,
             cuts=cuts,
             optimizer=make_optimizer(config, dims, zero.shard_partition_specs(cuts, specs), compute.platform),
+            gathers=gathers_of(
+                cuts, dims, compute.dtype, compute.platform, experts_in_float32=config.model.moe.expert_matmuls == "fp8"
+            ),
         )
+
+    @property
+    def is_fully_sharded(self) -> bool:
+        """Whether parameters are sharded like their moments, and gathered where they are used."""
+        return self.config.optimizer.zero == 3
+
+    @property
+    def stored_specs(self) -> Specs:
+        """The sharding of the parameters in the training state."""
+        return self.grad_specs if self.is_fully_sharded else self.specs
+
+    @property
+    def block_gathers(self) -> Tree | None:
+        """How the parameters of one block are gathered, by segment; None if devices have all of them."""
+        if not self.is_fully_sharded:
+            return None
+        return jax.tree.map(lambda own: own.unstacked(), self.gathers["segments"])
+
+    def unsummed(self) -> tuple[Specs, Cuts]:
+        """Return how the gradients of `plain.objective` are sharded before they are summed, and how they will be.
+
+        Autodiff sums gradients of gathered blocks over the axes that shard them.
+        """
+        if not self.is_fully_sharded:
+            return self.specs, self.cuts
+        whole = zero.no_cuts(self.specs["segments"])
+        return self.specs | {"segments": self.grad_specs["segments"]}, self.cuts | {"segments": whole}
+
+    def with_whole_ends(self, params: Params) -> Params:
+        """Return stored parameters with the embedding, the last norm and the head gathered.
+
+        The embedding is the last one, and all blocks need it: so on CPUs no collective of a block runs beside these.
+        """
+        if not self.is_fully_sharded:
+            return params
+        names = sorted(params.keys() - {"segments"}, key=lambda name: name == "embedding")
+        whole = gather_in_order([self.gathers[name] for name in names], [params[name] for name in names])
+        return params | dict(zip(names, whole, strict=True))
+
+    def whole(self, params: Params) -> Params:
+        """Return all stored parameters gathered."""
+        if not self.is_fully_sharded:
+            return params
+        leaves, structure = jax.tree.flatten(params)
+        whole: Params = jax.tree.unflatten(structure, gather_in_order(jax.tree.leaves(self.gathers), leaves))
+        return whole
 
     @property
     def grad_specs(self) -> Specs:

@@ -43,6 +43,9 @@ _Sum = TypeVar("_Sum")
 def objective(params: Params, inputs: StepInputs, context: StepContext) -> tuple[Float[Array, ""], ObjectiveParts]:
     """Return this device's share of the loss, and the share of each term of it.
 
+    With `optimizer.zero=3` blocks are gathered one by one (`models/transformer.py`); the embedding and the head in
+    `params` are whole.
+
     The loss is cross-entropy + the weighted z-loss of the logits + weighted load-balance and router z losses. The
     shares of all devices add up to the loss of the global batch, and their gradients to its gradient. So no sum over
     devices is differentiated, only exchanges and the transfers between tensor and context ranks.
@@ -50,7 +53,9 @@ def objective(params: Params, inputs: StepInputs, context: StepContext) -> tuple
     model, compute, tokens = context.config.model, context.compute, context.global_tokens
     input_Bn, target_Bn = inputs.local_tokens()  # each context and tensor rank has n of N tokens
     router_inputs, document_BN = inputs.router_inputs(context), inputs.document_BN(context)
-    x_BnD, stats = forward(params, input_Bn, model, compute, router_inputs, inputs.slot_ME, document_BN)
+    x_BnD, stats = forward(
+        *(params, input_Bn, model, compute, router_inputs, inputs.slot_ME, document_BN, context.block_gathers)
+    )
     sums = head_loss(params, x_BnD, target_Bn, model, compute.loss_chunk, context.config.train.z_loss_multiplier)
     head = jax.tree.map(lambda total: total / inputs.loss_divisor(context), sums)
     count_ME = None if stats is None else sum_over_batch(stats.count_E)
@@ -63,29 +68,32 @@ def gradients(params: Params, inputs: StepInputs, context: StepContext) -> tuple
 
     The parts of a batch (`train.grad_accumulation`) run one after another; each has its own expert capacity and
     load-balance loss. Gradients are summed over devices after the last part, or after each part with
-    `optimizer.zero=2`. If `context.cuts` shards an array, each device gets the sum of its own shard.
+    `optimizer.zero` above 1. If `context.cuts` shards an array, each device gets the sum of its own shard.
     """
     count = context.config.train.grad_accumulation
+    params = context.with_whole_ends(params)
+    specs, cuts = context.unsummed()
 
     def local(token_bN1: jax.Array, number: jax.Array | int) -> tuple[Grads, ObjectiveParts]:
         return jax.grad(objective, has_aux=True)(params, inputs.part(token_bN1, number, count), context)
 
     def summed(token_bN1: jax.Array, number: jax.Array | int) -> tuple[Grads, ObjectiveParts]:
         grads, parts = local(token_bN1, number)
-        return sync_gradients(grads, context.specs, context.cuts, context.compute.platform), parts
+        return sync_gradients(grads, specs, cuts, context.compute.platform), parts
 
     part_AbN1 = inputs.in_parts(count)
     if count == 1:
         return summed(part_AbN1[0], 0)
-    if context.config.optimizer.zero == 2:
+    if context.config.optimizer.zero >= 2:
         return accumulate(summed, part_AbN1)
     grads, parts = accumulate(local, part_AbN1)
-    return sync_gradients(grads, context.specs, context.cuts, context.compute.platform), parts
+    return sync_gradients(grads, specs, cuts, context.compute.platform), parts
 
 
 def evaluate(params: Params, inputs: StepInputs, context: StepContext) -> Float[Array, ""]:
     """Return this device's share of the mean nats per token of a batch, without an update."""
     count = context.config.train.grad_accumulation
+    params = context.with_whole_ends(params)
 
     def share(part: tuple[jax.Array, jax.Array]) -> jax.Array:
         number, token_bN1 = part
@@ -124,7 +132,7 @@ def train_step(
         is_good &= metrics["loss"] <= max_loss
     with jax.named_scope("optimizer"):
         factor = clip_factor(norm, config.optimizer.clip_norm)
-        params = zero.local_shards(cuts, state["params"])
+        params = state["params"] if context.is_fully_sharded else zero.local_shards(cuts, state["params"])
         clipped = jax.tree.map(lambda g: g * factor, grads)
         updates, moments = context.optimizer.update(clipped, state["optimizer"], params, is_good=is_good)
         learned = optax.apply_updates(params, updates)
@@ -132,7 +140,7 @@ def train_step(
         learned = unless_bad(is_good, learned, params)
     new_state = {
         "step": state["step"] + 1,
-        "params": zero.all_gather_params(cuts, learned, compute.platform),
+        "params": learned if context.is_fully_sharded else zero.all_gather_params(cuts, learned, compute.platform),
         "optimizer": with_counts_unless_bad(is_good, moments, state["optimizer"]),
         **with_load_added(state, metrics, is_good),
     }

@@ -76,7 +76,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     context, kind = StepContext.of(config, mesh), step_kind(config, mesh)
     compute, stages = context.compute, context.stages
     moments = state_partitions(context.optimizer, stored_shapes(stages), context.grad_specs)
-    layout = {"step": REPLICATED, "params": context.specs, "optimizer": moments}
+    layout = {"step": REPLICATED, "params": context.stored_specs, "optimizer": moments}
     ranks = config.mesh.expert_ranks(mesh.shape)
     placement = functools.partial(first_placement, config.model, ranks, config.replicas)
     if config.migration.enabled:
@@ -114,7 +114,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
             background.new_program()
             return sum_over_batch(kind.evaluate(params, StepInputs.of(token_BN1, context, slot_ME=slot_ME), context))
 
-        in_specs = (context.specs, BATCH_SPEC, REPLICATED)
+        in_specs = (context.stored_specs, BATCH_SPEC, REPLICATED)
         return on_mesh(own, in_specs=in_specs, out_specs=REPLICATED)(params, token_BN1, slot_ME)
 
     return Trainer(

@@ -23,7 +23,7 @@ def pipelined_gradients(
     The parts of `train.grad_accumulation` are the pipeline's microbatches: each has its own expert capacity and
     load-balance loss.
     """
-    own = PipelineStage(params, inputs, context, plan)
+    own = PipelineStage(context.whole(params), inputs, context, plan)
     state = _walk(own.tick, own.first_state(), own.rows)
     grads = sync_gradients(stack_gradients(state.grads), context.specs, context.cuts, context.compute.platform)
     return grads, sum_over_stages(state.parts)
@@ -31,7 +31,7 @@ def pipelined_gradients(
 
 def pipelined_evaluation(params: Params, inputs: StepInputs, context: StepContext, plan: PipelinedPlan) -> jax.Array:
     """Compute the same value as `plain.evaluate`, summed over stages; nothing is saved for a backward pass."""
-    own = PipelineStage(params, inputs, context, plan)
+    own = PipelineStage(context.whole(params), inputs, context, plan)
     state = _walk(own.forward_tick, own.first_state(backward=False), plan.forward_rows())
     return sum_over_stages(state.parts.cross_entropy)
 

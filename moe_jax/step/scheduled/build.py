@@ -24,6 +24,7 @@ from moe_jax.parallel.trees import Cuts, Tree
 from moe_jax.parallel.zero import no_cuts
 from moe_jax.plan.costs import order_times
 from moe_jax.plan.measured import read_times
+from moe_jax.plan.param_gathers import gathered_bytes
 from moe_jax.plan.step_shape import step_shape
 from moe_jax.plan.task_times import TaskStage
 from moe_jax.schedule.actions import is_reduction, two_streams
@@ -65,7 +66,8 @@ def make_plan(config: Config, mesh: Mesh) -> ScheduledPlan:
     shape = step_shape(config, mesh.shape, [len(reduction.chunks) for reduction in reductions])
     platform = ComputeConfig.of(config, mesh).platform
     sent = [reduction.sent_bytes(mesh.shape) for reduction in reductions]
-    times = order_times(config, mesh.shape, platform, sent, measured_times(config))
+    gathered = gathered_bytes(config, mesh.shape)
+    times = order_times(config, mesh.shape, platform, sent, measured_times(config), gathered)
     scanned = None
     if scan_blocks := scanned_blocks(config)[1]:
         schedule, scanned = make_scanned(settings.policy, shape, scan_blocks, times.of(shape), two_streams)

@@ -35,6 +35,12 @@ from moe_jax.schedule.actions import Action
 from moe_jax.step.scheduled.expert_weight_casts import ExpertWeights
 from moe_jax.step.scheduled.issue_order import IssueOrder
 from moe_jax.step.scheduled.lane_overflow import LaneOverflow
+from moe_jax.step.scheduled.param_gathering import (
+    ParamGathering,
+    Regathered,
+    but_experts,
+    differentiate_regathered,
+)
 from moe_jax.step.scheduled.scan_residuals import BlockConsts
 from moe_jax.step.scheduled.split_vjp import SplitBackward, differentiate, floats_of, with_floats
 from moe_jax.step.scheduled.step_dims import StepDims
@@ -48,6 +54,7 @@ class Tasks:
     """Runs forward and backward tasks and stores the values passed between them.
 
     `ends` holds the embedding, the norm and the head. A scan iteration over blocks has no `ends` and no `tokens`.
+    `regathers`: the weights of backward tasks are gathered again.
     """
 
     def __init__(
@@ -57,6 +64,8 @@ class Tasks:
         consts: BlockConsts,
         tokens: OwnTokens | None = None,
         stored: Callable[[int], Stored] | None = None,
+        gathering: ParamGathering | None = None,
+        regathers: bool = False,
     ):
         self.dims, self.blocks = dims, consts.blocks
         self.ends: Params = ends or {}
@@ -78,6 +87,7 @@ class Tasks:
         self.dflow: Flow = {}
         self.widths: list[int] = []  # rows of each piece of a microbatch
         self.pullbacks: dict[Key, Callable[..., Any]] = {}
+        self.regathered: dict[Key, Regathered] = {}  # pullbacks of tasks whose weights are gathered again
         self.waiting: dict[Key, SplitBackward] = {}
         self.stats: dict[tuple[int, int], RouterStats] = {}  # by block and microbatch
         self.share: Callable[[int], jax.Array]  # block → each expert's share of the block's (token, choice) pairs
@@ -85,6 +95,7 @@ class Tasks:
         self.z_loss_multiplier = dims.config.train.z_loss_multiplier
         self.losses = no_loss(self.z_loss_multiplier)  # of the head
         self.order = IssueOrder(dims.compute.platform)
+        self.gathering, self._regathers = gathering, regathers
         self.awaits_rows = False  # whether backward attend tasks wait for their rows before any computation
 
     # forward
@@ -133,7 +144,7 @@ class Tasks:
             context = RouterContext(inputs, self._capacity(block, r), self.slots.get(block))
             route = partial(attend_and_route, model=model, view=view, compute=dims.compute, document_BL=document)
             function = self._remat(partial(route, context=context, ragged=dims.ragged))
-            routed: Routed = self._differentiate(("attend", block, r), function, _without_experts(weights), self.x[r])
+            routed: Routed = self._differentiate(("attend", block, r), function, but_experts(weights), self.x[r])
             self.x[r], self.metadata[r], self.stats[block, r] = routed.x_BND, routed.metadata, routed.stats
             self.order.record_compute(routed.sent.rows)
             pieces = dims.pieces_of_microbatch(r)
@@ -235,7 +246,7 @@ class Tasks:
 
         If they were added earlier, XLA could not add up the pieces in one operation.
         """
-        under_way = self.pullbacks.keys() | self.waiting.keys()
+        under_way = self.pullbacks.keys() | self.regathered.keys() | self.waiting.keys()
         if not any(("expert", block, p) in under_way for p in range(self.dims.num_pieces)):
             self.grads["expert", block] = self.lane_overflow.add_weights(block, self.grads["expert", block])
 
@@ -336,6 +347,13 @@ class Tasks:
         """Return the rows of a piece that has returned to the device of its tokens."""
         return _rows(self._arrived(flow, p)).rows
 
+    def gather_params(self, action: Action) -> None:
+        """Run a P task."""
+        assert self.gathering is not None, "devices have shards of parameters"
+        self.gathering.run(action, self.order)
+        if action.op in ("embed", "head"):
+            self.ends |= self.gathering.whole.pop(action.op)
+
     # pullbacks
 
     def _remat(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -343,7 +361,13 @@ class Tasks:
         return function if remat == "none" else jax.checkpoint(function, policy=REMAT_POLICIES[remat])
 
     def _differentiate(self, key: Key, function: Callable[[Tree, Tree], Tree], weights: Tree, inputs: Tree) -> Any:
-        result, self.pullbacks[key] = differentiate(function, weights, inputs, min_cut=self.dims.min_cut_remat)
+        pull = partial(differentiate, function, min_cut=self.dims.min_cut_remat)
+        op, block, _ = key
+        again = self._regathers and self.dims.shape.param_gather_of(Action("B", op, block, 0)) is not None
+        if again:
+            result, self.regathered[key] = differentiate_regathered(pull, weights, inputs)
+        else:
+            result, self.pullbacks[key] = pull(weights, inputs)
         return result
 
     def _pull(
@@ -358,13 +382,21 @@ class Tasks:
 
         `replacements`: see `SplitBackward`.
         """
-        pulled = SplitBackward(self.pullbacks.pop((op, block, part)), cotangents, replacements)
+        pulled = SplitBackward(self._pullback((op, block, part)), cotangents, replacements)
         inputs = pulled.inputs()
         if self.dims.shape.split_weight_grad:
             self.waiting[op, block, part] = pulled
         else:
             self._add((op, block), pulled.weights(lambda x: x))
         return inputs
+
+    def _pullback(self, key: Key) -> Callable[..., Any]:
+        if key not in self.regathered:
+            return self.pullbacks.pop(key)
+        weights = self.blocks[key[1]]
+        return self.regathered.pop(key).with_weights(
+            weights["moe"]["experts"] if key[0] == "expert" else but_experts(weights)
+        )
 
     def _add(self, owner: tuple[str, int], gradient: Tree) -> None:
         gradient = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)  # also those of casts
@@ -394,7 +426,3 @@ def _rejoin(
 ) -> jax.Array:
     x, returned, metadata = inputs
     return rejoin(x, returned, metadata, model, ragged)
-
-
-def _without_experts(block: Tree) -> Tree:
-    return block | {"moe": {name: value for name, value in block["moe"].items() if name != "experts"}}

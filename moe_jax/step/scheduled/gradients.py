@@ -6,6 +6,7 @@ blocks with experts, E experts.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from moe_jax.step.scheduled.build import ScheduledPlan, owned, places, scanned_b
 from moe_jax.step.scheduled.executor import Tasks
 from moe_jax.step.scheduled.grad_reduce import GradientReducer
 from moe_jax.step.scheduled.layer_loop import LayerScan, Stacked, run
+from moe_jax.step.scheduled.param_gathering import ParamGathering
 from moe_jax.step.scheduled.scan_residuals import BlockConsts
 from moe_jax.step.scheduled.step_dims import StepDims
 
@@ -33,7 +35,7 @@ def scheduled_gradients(
     """Compute the same values as `plain.gradients`, up to rounding.
 
     The parts of a batch run one after another. The schedule of the last part sums the gradients of all parts over
-    devices; with `optimizer.zero=2` each part's schedule sums its own gradients.
+    devices; with `optimizer.zero` above 1 each part's schedule sums its own gradients.
     """
     count, platform = context.config.train.grad_accumulation, context.compute.platform
 
@@ -45,7 +47,7 @@ def scheduled_gradients(
     part_AbN1 = inputs.in_parts(count)
     if count == 1:
         return of_part(plan, part_AbN1[0], 0)
-    if context.config.optimizer.zero == 2:
+    if context.config.optimizer.zero >= 2:
         return accumulate(partial(of_part, plan), part_AbN1)
     earlier, parts_before = accumulate(partial(of_part, plan.without_reductions()), part_AbN1[:-1])
     last_bN1 = part_AbN1[-1]
@@ -76,12 +78,20 @@ def _gradients_of_part(
     )
     issued = plan.schedule.actions if scanned is None else (*scanned.prologue, *scanned.middle)
     outside = {action.block for action in issued} - {NO_BLOCK}
-    blocks = {block: owned(params, model, block + 1, _slice) for block in outside}
+    blocks: dict[int, Tree] = {}  # whole weights
+    gathering = _gathering(params, context, blocks) if context.is_fully_sharded else None
+    if gathering is None:
+        blocks |= {block: owned(params, model, block + 1, _slice) for block in outside}
     router_inputs = inputs.router_inputs(context)
     moe = [block for block, kind in enumerate(model.block_kinds) if kind == "moe"]
     slots = {} if slot_ME is None else {block: slot_ME[m] for m, block in enumerate(moe) if block in outside}
     consts = BlockConsts(blocks, router_inputs, slots, document_BN)
-    tasks = Tasks(dims, params, consts, tokens, partial(_stored, params, model))
+    tasks = Tasks(
+        *(dims, None if gathering else params, consts, tokens),
+        stored=None if gathering else partial(_stored, params, model),
+        gathering=gathering,
+        regathers=gathering is not None,
+    )
     sums = GradientReducer(
         plan.reductions, tasks, None if earlier is None else lambda owner: owned(earlier, model, owner, _slice)
     )
@@ -91,6 +101,7 @@ def _gradients_of_part(
     number, _ = scanned_blocks(context.config)
     stacked = Stacked(
         params["segments"][number],
+        context.gathers["segments"][number] if gathering else None,
         plan.cuts["segments"][number],
         None if earlier is None else earlier["segments"][number],
         router_inputs,
@@ -109,6 +120,19 @@ def _gradients_of_part(
         if places(model)[block][0] == number:
             loops.gradients.put_sum(0, block, sums.total(block + 1))
     return _gathered(sums.total, model, {number: loops.gradients.tree()}), _parts(sums, context)
+
+
+def _gathering(params: Params, context: StepContext, whole: dict[Any, Tree]) -> ParamGathering:
+    """Return what gathers the weights of blocks outside of scans, and of the embedding and the head."""
+    model, names = context.config.model, {"embed": ("embedding",), "head": ("norm", "head")}
+
+    def ends(tree: Tree) -> dict[Any, Tree]:
+        return {op: {name: tree[name] for name in own if name in tree} for op, own in names.items()}
+
+    blocks = range(model.num_layers)
+    gathers = {block: owned(context.gathers, model, block + 1, lambda own, _: own.unstacked()) for block in blocks}
+    shards = {block: owned(params, model, block + 1, _slice) for block in blocks}
+    return ParamGathering(ends(context.gathers) | gathers, ends(params) | shards, whole)
 
 
 def _stored(params: Params, model: ModelConfig, block: int) -> Stored:

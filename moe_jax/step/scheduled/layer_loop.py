@@ -20,23 +20,29 @@ from moe_jax.schedule.scanned import ScannedSchedule
 from moe_jax.step.scheduled.executor import Tasks
 from moe_jax.step.scheduled.grad_reduce import GradientReducer
 from moe_jax.step.scheduled.layer_loop_grads import LoopGradients, StackLayout
+from moe_jax.step.scheduled.param_gathering import ParamGathering
 from moe_jax.step.scheduled.scan_residuals import BlockConsts, ScanBody
+
+Whole = dict[int, Tree]  # gathered weights of an iteration's blocks, by the numbers of iteration 0
+_Forward = tuple[list[jax.Array], Whole | None]  # the residual stream of each microbatch, weights
+_Backward = tuple[list[jax.Array], Tree, Whole | None]  # its cotangents, gradients, weights
 
 
 def run(actions: Iterable[Action], tasks: Tasks, sums: GradientReducer) -> None:
     """Issue tasks in order."""
-    runs = {"F": tasks.forward, "B": tasks.backward, "W": tasks.weights, "G": sums.run}
+    runs = {"F": tasks.forward, "B": tasks.backward, "W": tasks.weights, "P": tasks.gather_params, "G": sums.run}
     for action in actions:
         with jax.named_scope(str(action)):
             runs[action.direction](action)
 
 
 class Stacked(NamedTuple):
-    """Arrays from which each scan iteration takes its share. The first three belong to the scanned segment, by place in
+    """Arrays from which each scan iteration takes its share. The first four belong to the scanned segment, by place in
     its period.
     """
 
-    params: Tree
+    params: Tree  # this device's shards, if there are `gathers`
+    gathers: Tree | None  # how its parameters are gathered; None: devices have them
     cuts: Tree  # how its parameters are sharded by ZeRO
     earlier: Tree | None  # gradients that are added to those of the iterations
     router_inputs: RouterInputs | None  # what gates read besides features, before block 0
@@ -52,7 +58,7 @@ class LayerScan:
     def __init__(self, scanned: ScannedSchedule, segment: Segment, sums: GradientReducer, stacked: Stacked):
         self.scanned, self.scan_blocks = scanned, scanned.blocks
         self.sums, self.tasks = sums, sums.tasks
-        self.params, self.cuts, self.earlier, self.router_inputs, self.slot_ME, self.document_BN = stacked
+        self.params, self.gathers, self.cuts, self.earlier, self.router_inputs, self.slot_ME, self.document_BN = stacked
         self.layout = StackLayout(self.scan_blocks, len(segment.kinds))
         self.microbatches = range(self.tasks.dims.microbatches)
         self.gradients: LoopGradients
@@ -63,11 +69,43 @@ class LayerScan:
         """The blocks of iteration 0, whose numbers all iterations use inside the scan."""
         return range(self.scan_blocks.first, self.scan_blocks.first + self.scan_blocks.size)
 
-    def _consts(self, iteration: int | jax.Array) -> BlockConsts:
-        weights = {block: self.layout.take(self.params, iteration, block) for block in self._blocks}
+    def _consts(self, iteration: int | jax.Array, whole: Whole | None = None, shift: int = 0) -> BlockConsts:
+        """Return the constants of an iteration. Its weights are `whole` if devices have shards of them; it then gathers
+        those of the iteration `shift` above or below it.
+        """
+        weights = whole or {block: self.layout.take(self.params, iteration, block) for block in self._blocks}
+        shards = None
+        if whole is not None:
+            other = jnp.clip(iteration + shift, 0, self.scan_blocks.count - 1)
+            named = max(shift, 0) * self.scan_blocks.size
+            shards = {block + named: self.layout.take(self.params, other, block) for block in self._blocks}
         slots = {} if self.slot_ME is None else {b: self._of_moe_block(self.slot_ME, iteration, b) for b in self.moe}
         router_inputs = self.router_inputs and self.router_inputs.above(iteration * self.scan_blocks.size)
-        return BlockConsts(weights, router_inputs, slots, self.document_BN)
+        return BlockConsts(weights, router_inputs, slots, self.document_BN, shards)
+
+    def _gathering(self, consts: BlockConsts, shift: int) -> ParamGathering | None:
+        """Return what gathers the weights of another iteration's blocks, named like those of the next one, or in
+        the backward pass (`shift` -1) like this iteration's own.
+        """
+        if self.gathers is None or consts.shards is None:
+            return None
+        named = max(shift, 0) * self.scan_blocks.size
+        place = {block: self.layout.place(0, block)[1] for block in self._blocks}
+        own = jax.tree.map(lambda gather: gather.unstacked(), self.gathers)
+        gathers = {block + named: own[place[block]] for block in self._blocks}
+        return ParamGathering(gathers, consts.shards, {})
+
+    def _gathered(self, tasks: Tasks, shift: int) -> Whole | None:
+        """Return the weights that an iteration has gathered, by the numbers that their own iteration uses."""
+        if tasks.gathering is None:
+            return None
+        return {block: tasks.gathering.whole[block + max(shift, 0) * self.scan_blocks.size] for block in self._blocks}
+
+    def _whole(self, iteration: int) -> Whole | None:
+        """Return the weights of an iteration that were gathered outside of the scans."""
+        if self.gathers is None:
+            return None
+        return {block: self.tasks.blocks[block + iteration * self.scan_blocks.size] for block in self._blocks}
 
     def forward(self) -> None:
         """Run the forward scan."""
@@ -75,7 +113,7 @@ class LayerScan:
             self.tasks.add_combine_to_residual(r, self.scan_blocks.first)
 
         def run_forward(x: list[jax.Array], consts: BlockConsts) -> tuple[Tree, Tree, Tree]:
-            tasks = Tasks(self.tasks.dims, None, consts)
+            tasks = Tasks(self.tasks.dims, None, consts, gathering=self._gathering(consts, 1))
             tasks.x = dict(zip(self.microbatches, x, strict=True))
             run(self.scanned.forward_body, tasks, self.sums)
             for r in self.microbatches:
@@ -83,19 +121,21 @@ class LayerScan:
             self.tasks.widths = tasks.widths
             of_block = ([tasks.stats[block, r] for r in self.microbatches] for block in self.moe)
             stats = [jax.tree.map(lambda *parts: sum(parts), *parts) for parts in of_block]
-            results = stats, tasks.order.end_of_iteration()
+            results = stats, tasks.order.end_of_iteration(), self._gathered(tasks, 1)
             return [tasks.x[r] for r in self.microbatches], results, (tasks.pullbacks, tasks.lane_overflow.overflows)
 
         x = [self.tasks.x[r] for r in self.microbatches]
-        consts = jax.eval_shape(lambda: self._consts(0))
+        whole = self._whole(0)
+        consts = jax.eval_shape(lambda: self._consts(0, whole, 1))
         self.body = ScanBody(run_forward, jax.eval_shape(lambda: x), consts)
 
-        def step(x: list[jax.Array], number: jax.Array) -> tuple[list[jax.Array], tuple[Tree, Tree]]:
-            x, results, residuals = self.body(x, self._consts(number))
-            return x, (results, residuals)
+        def step(carry: _Forward, number: jax.Array) -> tuple[_Forward, Tree]:
+            x, whole = carry
+            x, (stats, end, whole), residuals = self.body(x, self._consts(number, whole, 1))
+            return (x, whole), (stats, end, residuals)
 
         numbers = self.tasks.order.into_loop(jnp.arange(self.scan_blocks.count))
-        x, ((stats, ends), self.residuals) = jax.lax.scan(step, x, numbers)
+        (x, whole), (stats, ends, self.residuals) = jax.lax.scan(step, (x, whole), numbers)
         self.tasks.order.out_of_loop(ends)
         self.tasks.x = dict(zip(self.microbatches, x, strict=True))
         if self.moe:
@@ -104,7 +144,10 @@ class LayerScan:
                 lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), in_order
             )
         highest = self.scan_blocks.count - 1
-        self._restore(self.tasks, highest, self._consts(highest), highest * self.scan_blocks.size)
+        above = highest * self.scan_blocks.size
+        if whole is not None:
+            self.tasks.blocks |= {block + above: weights for block, weights in whole.items()}
+        self._restore(self.tasks, highest, self._consts(highest, whole, 1), above)
 
     def _restore(self, tasks: Tasks, iteration: int | jax.Array, consts: BlockConsts, shift: int = 0) -> None:
         """Restore the pullbacks of a forward iteration in `tasks`; blocks' numbers grow by `shift`."""
@@ -118,17 +161,18 @@ class LayerScan:
         """Run the backward scan over all iterations but the highest, whose backward tasks have run outside the scan."""
         highest = self.scan_blocks.count - 1
         self.gradients = LoopGradients(
-            self.layout, self.cuts, self.params, self.scan_blocks.count if self.scanned.reduction_body else 1
+            *(self.layout, self.cuts, self.params, self.scan_blocks.count if self.scanned.reduction_body else 1),
+            sharded=self.gathers is not None,
         )
         for block in self._blocks:
             self.gradients.put(highest, block, self.sums.own(block + highest * self.scan_blocks.size + 1))
         late = any(map(is_reduction, self.scanned.backward_body))
         share_ME = self.sums.share_ME if self.moe else None  # computed outside the loop
 
-        def step(carry: tuple[list[jax.Array], Tree], number: jax.Array) -> tuple[tuple[list[jax.Array], Tree], Tree]:
-            dx, self.gradients.state = carry
-            consts = self._consts(number)
-            tasks = Tasks(self.tasks.dims, None, BlockConsts(consts.blocks))
+        def step(carry: _Backward, number: jax.Array) -> tuple[_Backward, Tree]:
+            dx, self.gradients.state, whole = carry
+            consts = self._consts(number, whole, -1)
+            tasks = Tasks(self.tasks.dims, None, BlockConsts(consts.blocks), gathering=self._gathering(consts, -1))
             self._restore(tasks, number, consts)
             sums = GradientReducer(self.sums.reductions, tasks, self._earlier(number))
             if share_ME is not None:
@@ -144,11 +188,12 @@ class LayerScan:
             for block in self._blocks:
                 self.gradients.put(number, block, sums.own(block + 1))
             dx = [tasks.dx[r] for r in self.microbatches]
-            return (dx, self.gradients.state), tasks.order.end_of_iteration()
+            return (dx, self.gradients.state, self._gathered(tasks, -1)), tasks.order.end_of_iteration()
 
         dx = [self.tasks.dx[r] for r in self.microbatches]
         numbers = self.tasks.order.into_loop(jnp.arange(highest))
-        (dx, self.gradients.state), ends = jax.lax.scan(step, (dx, self.gradients.state), numbers, reverse=True)
+        carry = dx, self.gradients.state, self._whole(highest - 1)
+        (dx, self.gradients.state, _), ends = jax.lax.scan(step, carry, numbers, reverse=True)
         self.tasks.order.out_of_loop(ends)
         self.tasks.dx = dict(zip(self.microbatches, dx, strict=True))
         for r in reversed(self.microbatches):

@@ -40,9 +40,9 @@ class StackLayout(NamedTuple):
 class LoopGradients:
     """Stacked gradients. `cuts` are those of the scanned segment's parameters, by place in its period."""
 
-    def __init__(self, layout: StackLayout, cuts: Tree, params: Tree, waiting_iterations: int):
-        """Allocate zeros for gradients of the unsharded `params`. Sharded gradients wait for their sum in
-        `waiting_iterations` iterations at a time.
+    def __init__(self, layout: StackLayout, cuts: Tree, params: Tree, waiting_iterations: int, sharded: bool = False):
+        """Allocate zeros for gradients of `params`, which are shards if `sharded`. Sharded gradients wait for their sum
+        in `waiting_iterations` iterations at a time.
         """
         self.layout, self._keeps_all = layout, waiting_iterations > 1
         self._cuts = {place: jax.tree.leaves(tree) for place, tree in cuts.items()}
@@ -51,11 +51,12 @@ class LoopGradients:
         self._waiting: Leaves = {}
         for place, tree in params.items():
             leaves = list(enumerate(zip(jax.tree.leaves(tree), self._cuts[place], strict=True)))
-            shapes = {i: cut.shape(leaf.shape, ranks_of(cut.axes)) for i, (leaf, cut) in leaves}
+            whole = {i: cut.whole_shape(leaf.shape) if sharded else leaf.shape for i, (leaf, cut) in leaves}
+            shapes = {i: cut.shape(whole[i], ranks_of(cut.axes)) for i, (_, cut) in leaves}
             self._sums[place] = {i: jnp.zeros(shapes[i], leaf.dtype) for i, (leaf, _) in leaves}
             periods = waiting_iterations * layout.unroll
             self._waiting[place] = {
-                i: jnp.zeros((periods, *leaf.shape[1:]), leaf.dtype) for i, (leaf, cut) in leaves if cut.axes
+                i: jnp.zeros((periods, *whole[i][1:]), leaf.dtype) for i, (leaf, cut) in leaves if cut.axes
             }
 
     @property

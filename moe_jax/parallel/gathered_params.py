@@ -1,0 +1,93 @@
+"""Parameters that are sharded over the devices that would have the same ones, and gathered where they are used (ZeRO
+stage 3: Rajbhandari et al. 2020, section 5; FSDP: Zhao et al. 2023).
+
+A matrix of a block is cast to the compute type before it is gathered, which sends half of the bytes and gives the same
+values, since its products cast it anyway. Gradients are summed in float32.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moe_jax.parallel.ordering import depend_on
+from moe_jax.parallel.sharding import Dims, is_matrix, map_dims
+from moe_jax.parallel.trees import Cuts, Gathers, ParamDims
+from moe_jax.parallel.zero import ShardSpec
+
+_ACTIVATIONS = (("context",), ("tensor",))  # axes of other gathers
+_ROUTERS = {"choices", "slots"}  # dimensions of gates' matrices, which compute in float32
+
+
+@dataclass(frozen=True)
+class ParamGather:
+    """How one parameter is gathered. Without axes in `cut` every device has the whole parameter."""
+
+    cut: ShardSpec
+    dtype: str  # of the gathered array
+    platform: str
+
+    def unstacked(self) -> "ParamGather":
+        """Return the same for one array of a stack."""
+        return replace(self, cut=self.cut.unstacked())
+
+    def gather(self, shard: jax.Array) -> jax.Array:
+        """Return the whole array."""
+        return self.cut.all_gather(shard.astype(self.dtype)) if self.cut.axes else shard
+
+    def __call__(self, shard: jax.Array) -> jax.Array:
+        """Return the whole array. Its gradient is reduce-scattered: this device's shard of the sum over `cut.axes`."""
+        return _gather(self, shard) if self.cut.axes else shard
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather(own: ParamGather, shard: jax.Array) -> jax.Array:
+    return own.gather(shard)
+
+
+def _gather_forward(own: ParamGather, shard: jax.Array) -> tuple[jax.Array, None]:
+    return own.gather(shard), None
+
+
+def _gather_backward(own: ParamGather, _: None, grad: jax.Array) -> tuple[jax.Array]:
+    return (own.cut.reduce_scatter(grad.astype(jnp.float32), own.platform),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def save_all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
+    """A policy of `jax.checkpoint`: the backward pass gathers parameters again, and recomputes nothing else.
+
+    Parameters that only context ranks, or only tensor ranks, have shards of are saved: their gathers look like those of
+    activations.
+    """
+    return primitive.name != "all_gather" or params["axis_name"] in _ACTIVATIONS
+
+
+def gathers_of(cuts: Cuts, dims: ParamDims, compute_dtype: str, platform: str, *, experts_in_float32: bool) -> Gathers:
+    """Return a `ParamGather` for each parameter.
+
+    Matrices of blocks are gathered in the compute type, but not routers. The embedding and the head are gathered in
+    float32, in which their gradients are summed over tokens. `experts_in_float32`: products round experts themselves.
+    """
+
+    def dtype(dims: Dims) -> str:
+        wide = _ROUTERS.intersection(dims) or ("experts" in dims and experts_in_float32)
+        return compute_dtype if "layers" in dims and is_matrix(dims) and not wide else "float32"
+
+    dtypes = map_dims(dtype, dims)
+    found: Gathers = jax.tree.map(lambda cut, own: ParamGather(cut, own, platform), cuts, dtypes)
+    return found
+
+
+def gather_in_order(gathers: Sequence[ParamGather], shards: Sequence[jax.Array]) -> list[jax.Array]:
+    """Return whole arrays, gathered one after another."""
+    whole, before = list(shards), None
+    for i, own in enumerate(gathers):
+        if own.cut.axes:
+            whole[i] = before = own.gather(whole[i] if before is None else depend_on(whole[i], before, own.platform))
+    return whole
