@@ -9,13 +9,18 @@ Case = dict[str, Any]
 
 
 def covering(
-    factors: Mapping[str, Sequence[str]], refuses: Callable[[Case], bool], tries: int = 100, seed: int = 0
+    factors: Mapping[str, Sequence[str]],
+    refuses: Callable[[Case], bool],
+    tries: int = 100,
+    seed: int = 0,
+    known: Sequence[Case] = (),
 ) -> list[dict[str, str]]:
     """Cases, each a value of every factor, in which every two values meet that go together; the same ones each time.
 
     `refuses` says of two settings whether they do not. Greedy: each case begins with a pair that is missing, and takes,
     factor by factor, the value that brings most of the missing ones, the first of several. Raises ValueError for a pair
-    that no case can have although it goes together. Some seeds take fewer cases than others.
+    that no case can have although it goes together. Some seeds take fewer cases than others. `known` cases come first;
+    others are only for pairs that they lack.
     """
     items = [(factor, value) for factor, values in factors.items() for value in values]
     of_factor = {factor: [i for i, (name, _) in enumerate(items) if name == factor] for factor in factors}
@@ -25,7 +30,14 @@ def covering(
             bits = refused if refuses(dict((one, other))) else missing
             bits[i] |= 1 << j
             bits[j] |= 1 << i
-    draw, cases = random.Random(seed), []
+    draw, cases = random.Random(seed), [dict(case) for case in known]
+
+    def met(case: int) -> None:
+        for k in range(len(items)):
+            missing[k] &= ~case if case >> k & 1 else -1
+
+    for each in cases:
+        met(sum(1 << i for i, (factor, value) in enumerate(items) if each[factor] == value))
 
     def grown(chosen: int) -> tuple[int, int]:
         """How many missing pairs a case that begins so brings, and its bits; -1 if this way ends."""
@@ -45,7 +57,6 @@ def covering(
         brings, case = max(grown(1 << i | 1 << j) for _ in range(tries))
         if brings < 0:
             raise ValueError(f"no case has {items[i]} and {items[j]}")
-        for k in range(len(items)):
-            missing[k] &= ~case if case >> k & 1 else -1
+        met(case)
         cases.append(dict(items[k] for k in range(len(items)) if case >> k & 1))
     return cases

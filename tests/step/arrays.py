@@ -31,6 +31,7 @@ class Array:
     # of values that round to fewer digits: how far from the reference that leads, see `one_step.py`
     rounding: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     seed: int = 0  # of `covering`
+    late: tuple[str, ...] = ()  # values that came later: the cases without them stay as they were
     further: Callable[[Case], str] = lambda case: ""  # settings that depend on several factors
 
     @functools.cached_property
@@ -40,7 +41,9 @@ class Array:
     @functools.cached_property
     def cases(self) -> list[dict[str, str]]:
         factors = {name: list(values) for name, values in self.factors.items()}
-        return covering(factors, lambda pair: bool(self.refusal(pair)), seed=self.seed)
+        first = {name: [each for each in values if each not in self.late] for name, values in factors.items()}
+        known = covering(first, lambda pair: bool(self.refusal(pair)), seed=self.seed)
+        return covering(factors, lambda pair: bool(self.refusal(pair)), seed=self.seed, known=known)
 
     def refusal(self, case: Case) -> str | None:
         """Why settings do not go together, or None."""

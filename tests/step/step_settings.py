@@ -82,7 +82,13 @@ FACTORS: dict[str, dict[str, str]] = {
         "model.attention.bias=true",
         "normed": "model.qk_norm=true model.attention.nope_every=2 model.partial_rotary_factor=0.5",
     },
-    "zero": {"zero0": "", "zero1": "optimizer.zero=1", "zero2": "optimizer.zero=2"},
+    "zero": {
+        "zero0": "",
+        "zero1": "optimizer.zero=1",
+        "zero2": "optimizer.zero=2",
+        "zero3": "optimizer.zero=3",
+        "zero3_block": "optimizer.zero=3 schedule.param_gather=block",
+    },
     "products": {"whole_products": "", "fp8_products": "model.moe.expert_matmuls=fp8"},
     "hooks": {"bare": "", "bf16": "model.moe.hooks=bf16", "fp8": "model.moe.hooks=fp8"},
     "dtype": {"float32": "", "bfloat16": "train.compute_dtype=bfloat16"},
@@ -144,7 +150,7 @@ REFUSED: Pairs = [
     {"gate": FILLING, "experts": ("moved", "copied")},
     {"experts": ("moved", "copied"), "order": "einsum"},
     {"experts": ("moved", "copied"), "mesh": ONE_RANK},
-    {"experts": "copied", "zero": ("zero1", "zero2")},
+    {"experts": "copied", "zero": but("zero", "zero0")},
     {"experts": "copied", "room": ("slots", "few")},
 ]
 # pairs of which one setting changes nothing
@@ -172,5 +178,6 @@ ARRAY = Array(
     IDLE,
     REFUSED_BY_ALL,
     COMPANIONS,
+    late=("zero3", "zero3_block"),
     rounding={"hooks": {"bf16": 1.0, "fp8": 1.0}, "dtype": {"bfloat16": 1.0}, "products": {"fp8_products": 0.05}},
 )

@@ -25,6 +25,7 @@ OTHERS = {
     "data.mask_documents=true data.seq_len=24 model.vocab_size=8",
     "a shorter last stage": "model.num_layers=4 schedule.head_blocks=1",
     "context ranks with all experts": "model.num_layers=3 mesh.context=2 exchange.context_form=all_gather",
+    "sharded parameters": "model.num_layers=2 mesh.data=2 optimizer.zero=3",
     "empty pieces of slots": f"model.num_layers=2 schedule.pipeline=zero_bubble {PIECES}",
     "empty pieces beside each other": f"model.num_layers=2 schedule.pipeline=coscheduled_split {PIECES}",
 }

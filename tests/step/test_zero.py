@@ -11,6 +11,7 @@ from moe_jax.config import Config, OptimizerConfig
 from moe_jax.measure.hlo import parse
 from moe_jax.measure.traffic import bytes_sent
 from moe_jax.plan.clusters import find_cluster
+from moe_jax.plan.param_gathers import gathered_bytes
 from moe_jax.plan.traffic import traffic
 from moe_jax.step.scheduled.build import reductions_of
 from moe_jax.step.trainer import make_trainer
@@ -33,6 +34,7 @@ CASES = {
         1,
         small_config(3, 2, schedule=CHUNKED, exchange={"reduction": "ring"}, batch_size=6),
     ),
+    "parameters, too": (3, small_config(4, 1, schedule={**UNIFIED, **CHUNKED}, batch_size=16, **LOOPED)),
     "pipeline stages": (1, small_config(2, 2, pipeline=2, batch_size=16, grad_accumulation=2, **LOOPED)),
 }
 
@@ -41,7 +43,7 @@ def with_zero(config: Config, stage: int) -> Config:
     return dataclasses.replace(config, optimizer=OptimizerConfig(zero=stage))
 
 
-@pytest.mark.parametrize("name", ["each part in loops", "a width that data does not divide", "pipeline stages"])
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"autodiff, each part summed", "loops of blocks"}))
 def test_cut_state_trains_to_the_same_parameters(name):
     stage, whole = CASES[name]
     expected, records = run_steps(whole)
@@ -52,10 +54,11 @@ def test_cut_state_trains_to_the_same_parameters(name):
     chex.assert_trees_all_close(state["params"], expected["params"], rtol=1e-4, atol=1e-5)
 
 
-def test_each_device_has_its_part_of_the_moments():
-    config = with_zero(small_config(8, 1), 1)
+@pytest.mark.parametrize(("stage", "of_params"), [(1, 1), (3, 8)])
+def test_each_device_has_its_part_of_the_state(stage, of_params):
+    config = with_zero(small_config(8, 1), stage)
     trainer = make_trainer(config, mesh_of(config))
-    for name, parts in (("params", 1), ("optimizer", 8)):
+    for name, parts in (("params", of_params), ("optimizer", 8)):
         for leaf in jax.tree.leaves(trainer.state_shapes[name]):
             if leaf.ndim > 1:
                 assert leaf.sharding.shard_shape(leaf.shape) != leaf.shape or parts == 1
@@ -79,3 +82,19 @@ def test_a_compiled_step_scatters_sums_and_gathers_parameters(name, times):
     planned = traffic(config, find_cluster("cpu-8"))
     assert planned["gradients"] == pytest.approx(times * once)
     assert planned["parameters"] == pytest.approx(once)
+
+
+@pytest.mark.parametrize("schedule", [{}, {**UNIFIED, **CHUNKED}], ids=["plain", "scheduled"])
+def test_sharded_parameters_are_gathered_for_each_pass(schedule):
+    config = with_zero(small_config(2, 4, schedule=schedule, batch_size=16, **LOOPED), 3)
+    mesh = mesh_of(config)
+    trainer = make_trainer(config, mesh)
+    program = parse(trainer.step.lower(trainer.state_shapes, tokens_of(config)).compile().as_text())
+    *owners, head = gathered_bytes(config, mesh.shape)
+    embedding, *blocks = (sum(owner.values()) for owner in owners)
+    passes = 2 * sum(blocks)  # forward and backward
+    wasted = blocks[0] if schedule else 0  # by the lowest iteration of the backward loop
+    expected = embedding + passes + wasted + sum(head.values())
+    assert bytes_sent(program, "all-gather", 8) == pytest.approx(expected, rel=0.02)  # routers are too small to cut
+    planned = traffic(config, find_cluster("cpu-8"))
+    assert bytes_sent(program, "reduce-scatter", 8) == pytest.approx(planned["gradients"])
