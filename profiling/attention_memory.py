@@ -54,7 +54,7 @@ class Case(NamedTuple):
         return Config(
             model=model,
             mesh=MeshConfig(data=1, context=self.context),
-            data=DataConfig(seq_len=length),
+            data=DataConfig(seq_len=length, mask_documents=self.documents),
             train=TrainConfig(compute_dtype="bfloat16", batch_size=1),
         )
 
@@ -74,7 +74,7 @@ def temporary_mib(case: Case, length: int, target: Target, devices: list[Any]) -
     """Compile attention and its gradients; return the kernel and the temporary memory of a device."""
     config = case.config(length)
     model, mesh = config.model, make_mesh(config.mesh, devices[: case.context])
-    kernel = case.kernel or kernel_of(config, target.platform, documents=case.documents)
+    kernel = case.kernel or kernel_of(config, target.platform)
     window, scale, form = model.attention.sliding_window, model.qk_width**-0.5, FORMS["ring"]
 
     def outputs(arrays: dict[str, jax.Array], document: jax.Array | None) -> jax.Array:

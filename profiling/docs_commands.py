@@ -35,7 +35,9 @@ RESULT = RESULTS / "docs_commands.json"
 
 # Files of the reader's own that a page's commands read, made from files of the project before the page's first command.
 READERS_OWN = {
-    "data.md": "mkdir -p my_texts && cp configs/text/shakespeare.txt my.txt && cp my.txt my_texts/",
+    "data.md": "mkdir -p my_texts && cp configs/text/shakespeare.txt my.txt && cp my.txt my_texts/ && "
+    'for n in $(seq 8000); do echo "{\\"prompt\\": \\"$n + 1 = \\", \\"completion\\": \\"$((n + 1))\\"}"; done '
+    "> chats.jsonl",
     "convert.md": "mkdir -p models && cp -r tests/golden/olmoe models/olmoe",
 }
 

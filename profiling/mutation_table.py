@@ -88,7 +88,7 @@ MUTATIONS = (
     Mutation(
         "filling_counted",
         "models/head.py",
-        "loss_c = jnp.where(is_padding_c, 0, loss_c)",
+        "loss_c = jnp.where(is_left_out_c, 0, loss_c)",
         "loss_c = 1 * loss_c",
         "what fills the last chunk of tokens counts in the loss",
         ["tests/models/test_head.py"],
@@ -104,7 +104,7 @@ MUTATIONS = (
     Mutation(
         "padding_in_the_z_loss",
         "models/head.py",
-        "jnp.where(is_padding_c, 0, lse_c) if z_weight",
+        "jnp.where(is_left_out_c, 0, lse_c) if z_weight",
         "lse_c if z_weight",
         "what fills the last chunk of tokens counts in the z-loss",
         ["tests/models/test_head.py"],

@@ -51,9 +51,10 @@ def main() -> None:
                 text_key=arguments.text_key,
             ),
         )
+    packed = f" data.mask_documents=true data.seq_len={meta.seq_len}" if meta.seq_len else ""
     print(
         f"{meta.train_tokens:,} tokens to train and {meta.validation_tokens:,} to validate "
-        f"(text files: {len(meta.sources)}); use data.path={folder} model.vocab_size={meta.vocab_size}"
+        f"(text files: {len(meta.sources)}); use data.path={folder}{packed} model.vocab_size={meta.vocab_size}"
     )
 
 

@@ -3,6 +3,7 @@
 Written from the definitions and sharing no code with the package but the config and the parameter tree.
 """
 
+import functools
 import math
 from fractions import Fraction
 
@@ -294,10 +295,14 @@ def objective(
     seed_and_step=None,
     sequence_B=None,
     z_loss_multiplier=0.0,
+    end_of_text=None,
+    counted_share=1.0,
 ):
     """The loss of a whole batch, and its parts and what the routers counted by name.
 
-    `sequence_B`: which sequences of the step they are, if not all, in order.
+    `sequence_B`: which sequences of the step they are, if not all, in order. `end_of_text`: the last token of each
+    document, which are then attended to one by one; the loss is the mean over `counted_share` of the tokens, all but
+    those that would have to predict another document.
     """
     id_T = np.ravel(token_BN1[:, :-1])
     sequence_B = np.arange(len(token_BN1)) if sequence_B is None else sequence_B
@@ -306,7 +311,8 @@ def objective(
     x = params["embedding"][token_BN1[:, :-1]]
     choices, z_losses, dropped, counts_ME = [], 0.0, [], np.zeros((0, 0), int)
     for block, p in enumerate(block_params(params, model)):
-        x = x + jax.vmap(lambda sequence, p=p, block=block: attention(p["attention"], sequence, model, block))(x)
+        attend = functools.partial(attention, p["attention"], model=model, block=block)
+        x = x + (jax.vmap(attend)(x) if end_of_text is None else by_document(attend, x, token_BN1, end_of_text))
         h = norm(x, p["norm"], model.rms_norm_eps)
         if "mlp" in p:
             x = x + mlp(p["mlp"], h)
@@ -322,8 +328,9 @@ def objective(
     head = params["embedding"].T if model.tie_word_embeddings else params["head"]
     logits = norm(x, params["norm"], model.rms_norm_eps) @ head
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), token_BN1[:, 1:, None], axis=-1)
-    cross_entropy = -picked.mean()
-    z_loss = (jnp.log(jnp.exp(logits).sum(-1)) ** 2).mean()
+    is_counted = np.ones(token_BN1[:, 1:].shape) if end_of_text is None else token_BN1[:, :-1] != end_of_text
+    cross_entropy = -(picked[..., 0] * is_counted).mean() / counted_share
+    z_loss = (jnp.log(jnp.exp(logits).sum(-1)) ** 2 * is_counted).mean() / counted_share
     head_loss = cross_entropy + z_loss_multiplier * z_loss
     loss = head_loss + model.moe.aux_loss_coeff * balances + model.moe.z_loss_coeff * z_losses
     return loss, {
@@ -334,6 +341,20 @@ def objective(
         "num_dropped_M": np.array(dropped, np.float32),
         "z_loss": z_loss,
     }
+
+
+def by_document(attend, x_BND, token_BN1, end_of_text):
+    """Attention of each document on its own, with positions from 0.
+
+    Each is followed by what fills a sequence, which its tokens do not see.
+    """
+    sequences, length = x_BND.shape[:2]
+    begins_BN = np.concatenate([np.ones((sequences, 1), bool), token_BN1[:, :-2] == end_of_text], axis=1)
+    sequence_d, start_d = np.nonzero(begins_BN)
+    place_dN = np.minimum(start_d[:, None] + np.arange(length), length - 1)
+    y_dND = jax.vmap(attend)(x_BND[sequence_d[:, None], place_dN])
+    document_BN = np.cumsum(begins_BN).reshape(begins_BN.shape) - 1
+    return y_dND[document_BN, np.arange(length) - start_d[document_BN]]
 
 
 def moved_bias(bias_E, count_E, rate: float):

@@ -31,14 +31,12 @@ _FUSED: dict[str, Fused] = {"gpu": "cudnn", "tpu": "splash"}
 _CURE = "use train.attention_kernel=auto"
 
 
-def kernel_of(
-    config: Sections, platform: str, capability: Capability | None = HOPPER, documents: bool = False
-) -> Kernel:
+def kernel_of(config: Sections, platform: str, capability: Capability | None = HOPPER) -> Kernel:
     """Return the attention kernel for devices of a platform (cpu, gpu or tpu).
 
-    `capability` is the compute capability of the GPUs; None means that they are not NVIDIA's. With `documents`, tokens
-    attend to tokens of their own document alone. Raises ConfigError if the config requires a kernel that these devices
-    do not support. Over context ranks, the result says whether their attention has tiles, whichever kernel is named.
+    `capability` is the compute capability of the GPUs; None means that they are not NVIDIA's. Raises ConfigError if the
+    config requires a kernel that these devices do not support. Over context ranks, the result says whether their
+    attention has tiles, whichever kernel is named.
     """
     asked, fused = config.train.attention_kernel, _FUSED.get(platform)
     if asked in ("cudnn", "splash") and (problem := _device_problem(asked, config, platform, capability)):
@@ -46,15 +44,13 @@ def kernel_of(
     if asked != "auto":
         if config.mesh.context == 1:
             return asked
-    elif fused is not None and unfused_reason(config, platform, capability, documents) is None:
+    elif fused is not None and unfused_reason(config, platform, capability) is None:
         return fused
     # Up to one tile, `tiled` would compute the same as `xla`, and its program would be larger.
     return "xla" if config.data.seq_len <= ATTENTION_TILE else "tiled"
 
 
-def unfused_reason(
-    config: Sections, platform: str, capability: Capability | None = HOPPER, documents: bool = False
-) -> str | None:
+def unfused_reason(config: Sections, platform: str, capability: Capability | None = HOPPER) -> str | None:
     """Return why a run with `attention_kernel=auto` does not use the fused kernel of its platform.
 
     None means that it does, that the config names a kernel, or that the platform has no fused kernel.
@@ -63,8 +59,6 @@ def unfused_reason(
     if fused is None or config.train.attention_kernel != "auto":
         return None
     problem = _device_problem(fused, config, platform, capability) or _settings_problem(fused, config)
-    if not problem and documents and fused == "cudnn":
-        problem = "masks no other documents"
     return f"train.attention_kernel={fused} {problem}" if problem else None
 
 
@@ -95,6 +89,8 @@ def _settings_problem(kernel: Fused, config: Sections) -> str | None:
         return f"computes in bfloat16, and train.compute_dtype={config.train.compute_dtype}"
     if kernel == "cudnn" and config.model.attention.sinks:
         return "has no sinks, and model.attention.sinks=true"
+    if kernel == "cudnn" and config.data.mask_documents:
+        return "masks no documents, and data.mask_documents=true"
     if config.mesh.context != 1:
         return f"sees the tokens of one rank, and mesh.context={config.mesh.context}"
     return _cudnn_width_problem(config) if kernel == "cudnn" else _splash_shape_problem(config)

@@ -428,6 +428,14 @@ class DataConfig:
     prefetch: int = number(8, Range(0, PARTS))  # batches read ahead
     # pieces of a prepared file that may be damaged and are skipped, see docs/data.md
     damaged_chunks: int = number(0, Range(0, ANY))
+    # whether tokens attend to their own document alone; the first token of a document is then not predicted. The
+    # documents are those of a prepared folder
+    mask_documents: bool = False
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether the tokens of batches have marks (data/token_marks.py)."""
+        return self.mask_documents
 
 
 @dataclass(frozen=True, kw_only=True)

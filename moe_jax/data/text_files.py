@@ -49,6 +49,21 @@ def read_file(file: Path, text_key: str) -> Iterator[Piece]:
     return _READERS[kind](file, text_key)
 
 
+def has_records(file: Path) -> bool:
+    """Whether a file found by `find_files` has JSON objects."""
+    return _kind(file) in _RECORD_READERS
+
+
+def read_records(file: Path) -> Iterator[tuple[str, Any]]:
+    """Yield where each JSON object of a file is, for messages, and its value.
+
+    Raises DataError if the content is no JSON.
+    """
+    kind = _kind(file)
+    assert kind is not None, file
+    return _RECORD_READERS[kind](file)
+
+
 def _walk(source: Path) -> tuple[list[Path], list[str]]:
     """All text files below a folder, and the skipped entries with the reason."""
     files: list[Path] = []
@@ -134,19 +149,29 @@ def _read_txt(file: Path, text_key: str) -> Iterator[Piece]:
 
 def _read_jsonl(file: Path, text_key: str) -> Iterator[Piece]:
     """A .jsonl file has one JSON object per line, each with one document."""
-    with _opened(file) as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                where = f"{file}, line {number}"
-                yield from _record(where, text_key, _parsed(where, line))
+    for where, record in _jsonl_records(file):
+        yield from _record(where, text_key, record)
 
 
 def _read_json(file: Path, text_key: str) -> Iterator[Piece]:
     """A .json file is a list of objects, or has one object per line."""
+    for where, record in _json_records(file):
+        yield from _record(where, text_key, record)
+
+
+def _jsonl_records(file: Path) -> Iterator[tuple[str, Any]]:
+    with _opened(file) as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                where = f"{file}, line {number}"
+                yield where, _parsed(where, line)
+
+
+def _json_records(file: Path) -> Iterator[tuple[str, Any]]:
     with _opened(file) as opened:
         begin = next((line for line in opened if line.strip()), b"")
         if not begin.decode("utf-8-sig").lstrip().startswith("["):
-            yield from _read_jsonl(file, text_key)
+            yield from _jsonl_records(file)
             return
         opened.seek(0)
         content = opened.read(_MAX_LIST_BYTES + 1)
@@ -156,7 +181,7 @@ def _read_json(file: Path, text_key: str) -> Iterator[Piece]:
             f"write one object a line, e.g. with jq -c '.[]' {file} > NEW.jsonl"
         )
     for number, record in enumerate(_parsed(str(file), content), start=1):
-        yield from _record(f"{file}, item {number}", text_key, record)
+        yield f"{file}, item {number}", record
 
 
 def _parsed(where: str, text: bytes) -> Any:
@@ -198,6 +223,12 @@ _READERS: dict[str, Callable[[Path, str], Iterator[Piece]]] = {
     f".txt{_GZIP}": _read_txt,
     f".jsonl{_GZIP}": _read_jsonl,
     f".json{_GZIP}": _read_json,
+}
+_RECORD_READERS: dict[str | None, Callable[[Path], Iterator[tuple[str, Any]]]] = {
+    ".jsonl": _jsonl_records,
+    ".json": _json_records,
+    f".jsonl{_GZIP}": _jsonl_records,
+    f".json{_GZIP}": _json_records,
 }
 _KINDS = ".txt, .jsonl, .json or .parquet"
 

@@ -4,6 +4,7 @@ import importlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -109,6 +110,25 @@ class BpeTokenizer:
     def encode_long(self, pieces: Iterable[str]) -> Iterator[list[int]]:
         return encode_long(map(_without_surrogates, pieces), self._encode_with_starts)
 
+    def encode_with_starts(self, text: str, special_tokens: bool = False) -> Encoded:
+        """Return the tokens of a text, with the character at which each begins.
+
+        With `special_tokens`, those that the text spells out are themselves, as in a rendered chat template.
+        """
+        self._bpe.encode_special_tokens = not special_tokens
+        try:
+            return self._encode_with_starts([_without_surrogates(text)])[0]
+        finally:
+            self._bpe.encode_special_tokens = True
+
+    def special_token_in(self, text: str) -> str | None:
+        """The name of a special token that a text spells out; None if there is none."""
+        return next((name for name in self._special_names if name in text), None)
+
+    @cached_property
+    def _special_names(self) -> list[str]:
+        return [token.content for token in self._bpe.get_added_tokens_decoder().values() if token.special]
+
     def decode(self, tokens: Sequence[int]) -> str:
         return self._bpe.decode(list(tokens), skip_special_tokens=False)
 
@@ -212,7 +232,7 @@ def load_model_tokenizer(path: Path) -> tuple[Path, BpeTokenizer]:
     settings = file.with_name("tokenizer_config.json")
     try:
         found = read_json(settings) if settings.exists() else {}
-        begin, end = (_name(found.get(key)) for key in ("bos_token", "eos_token"))
+        begin, end = (name_of_token(found.get(key)) for key in ("bos_token", "eos_token"))
         adds = found.get("add_bos_token")
     except (OSError, ValueError, AttributeError) as error:
         raise DataError(f"{settings} cannot be read ({error}): fetch it again") from None
@@ -226,8 +246,8 @@ def load_model_tokenizer(path: Path) -> tuple[Path, BpeTokenizer]:
     return file, tokenizer
 
 
-def _name(token: Any) -> str | None:
-    """The name of a token, which may be written as an object with its properties; None if it has no name."""
+def name_of_token(token: Any) -> str | None:
+    """The name of a token, which tokenizer_config.json may write as an object; None if it has no name."""
     name = token.get("content") if isinstance(token, dict) else token
     return name if isinstance(name, str) else None
 

@@ -15,7 +15,9 @@ from moe_jax.data.chunk_checksums import CHUNK_BYTES, REMAKE, ChunkChecksums
 from moe_jax.errors import DataError
 from moe_jax.files.untrusted import MOST_TOKENIZER, check_regular, read_bytes, read_json
 
-FORMAT = 1  # of a prepared folder; increased when an older version would misread a new folder
+# of a prepared folder; a folder that an older version would misread has a new one
+FORMAT = 1
+PACKED_FORMAT = 2  # sequences of whole documents, whose tokens have marks (data/token_marks.py)
 META_FILE = "meta.json"
 BPE_FILE = "tokenizer.json"
 BYTES_VOCAB_SIZE = 256
@@ -53,6 +55,7 @@ class Meta:
     begin_of_text: list[int] | None = None
     tokenizer_crc32: int | None = None  # of tokenizer.json; None if there is none, and for older folders
     chunk_bytes: int | None = None  # size of the chunks of data/chunk_checksums.py; None for older folders
+    seq_len: int | None = None  # the only data.seq_len of a packed folder; None: one stream of tokens
 
     def count(self, split: Split) -> int:
         return self.train_tokens if split == "train" else self.validation_tokens
@@ -73,19 +76,31 @@ class Tokens:
     validation_chunks: ChunkChecksums | None = None
     meta: Meta | None = None  # None for a .txt file
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether the tokens are sequences of `seq_len + 1` tokens with marks, not one stream."""
+        return self.meta is not None and self.meta.seq_len is not None
+
 
 def open_tokens(data: DataConfig, vocab_size: int) -> Tokens:
     """Map the tokens of `data.path` into memory, for a model of `vocab_size` tokens.
 
     Only folders without checksums of chunks, which older versions made, are read and verified here. Raises DataError if
-    tokens are missing, damaged, of a larger vocabulary, or too few for one sequence.
+    tokens are missing, damaged, of a larger vocabulary, or too few for one sequence, or if `data.mask_documents` is set
+    for a .txt file.
     """
     path = find_data(data.path)
+    if data.mask_documents and not path.is_dir():
+        raise DataError(
+            f"data.mask_documents=true, and data.path={path} is one document: prepare a folder of documents with "
+            "scripts/prepare_text.py, or use data.mask_documents=false"
+        )
     chunks: list[ChunkChecksums | None] = [None, None]
     meta = None
     if path.is_dir():
         meta = read_meta(path)
         needed = meta.vocab_size
+        _check_packed(data, meta)
         train, validation = (_open_split(path, meta, split) for split in SPLITS)
         chunks[0] = _chunks(path, meta, "train", train, data.damaged_chunks)
         chunks[1] = _chunks(path, meta, "validation", validation, data.damaged_chunks)
@@ -109,6 +124,22 @@ def open_tokens(data: DataConfig, vocab_size: int) -> Tokens:
                 f"sequence of data.seq_len={data.seq_len}: {shorter}give more text{larger}"
             )
     return Tokens(train, validation, needed, path, chunks[0], chunks[1], meta)
+
+
+def _check_packed(data: DataConfig, meta: Meta) -> None:
+    """Raise DataError if a packed folder is to be read as something else."""
+    if meta.seq_len is None:
+        return
+    if not data.mask_documents:
+        raise DataError(
+            f"data.path={data.path} has sequences packed with conversations: set data.mask_documents=true, or make a "
+            "folder with scripts/prepare_text.py"
+        )
+    if data.seq_len != meta.seq_len:
+        raise DataError(
+            f"data.path={data.path} has packed sequences of {meta.seq_len} tokens, and data.seq_len={data.seq_len}: "
+            f"set data.seq_len={meta.seq_len}, or make the folder again with --seq-len {data.seq_len}"
+        )
 
 
 def check_utf8(file: Path, head: bytes) -> None:
@@ -151,8 +182,9 @@ def read_meta(folder: Path) -> Meta:
         raise DataError(f"{file} is not readable JSON ({error}): {REMAKE}") from None
     if not isinstance(values, dict):
         raise DataError(f"{file} holds no JSON object: {REMAKE}")
-    if (found := values.pop("format", None)) != FORMAT:
-        raise DataError(f"{file} has format={found}, and this version reads format={FORMAT}: {REMAKE}")
+    if (found := values.pop("format", None)) not in (FORMAT, PACKED_FORMAT):
+        formats = f"{FORMAT} and {PACKED_FORMAT}"
+        raise DataError(f"{file} has format={found}, and this version reads format={formats}: {REMAKE}")
     lists: dict[str, Any] = {"sources": list, "skipped": list | None, "begin_of_text": list | None}
     kinds = Meta.__annotations__ | lists
     wrong = [key for key, kind in kinds.items() if not isinstance(values.get(key), kind)]
@@ -160,6 +192,8 @@ def read_meta(folder: Path) -> Meta:
         wrong = ["dtype"]
     if not wrong and not all(isinstance(token, int) for token in values.get("begin_of_text") or ()):
         wrong = ["begin_of_text"]
+    if (values.get("seq_len") is not None) != (found == PACKED_FORMAT):
+        wrong.append("seq_len")
     if wrong:
         raise DataError(f"{file} has no usable {', '.join(wrong)}: {REMAKE}")
     return Meta(**{key: values[key] for key in kinds if key in values})

@@ -18,7 +18,7 @@ from moe_jax.models.layers import rms_norm, wide_matmul
 from moe_jax.parallel.trees import Tree
 
 _SCOPE = "cross_entropy"
-_NO_TOKEN = -1  # pads the last chunk
+NO_TARGET = -1  # a token whose prediction is not counted, or that pads the last chunk
 _Gradients = tuple[jax.Array, jax.Array]
 _Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]
 
@@ -60,7 +60,10 @@ def head_loss(
     loss_chunk: int | None,
     z_loss_multiplier: float,
 ) -> HeadLoss:
-    """Return the loss of all tokens. `loss_chunk` and `z_loss_multiplier` are the settings of the config."""
+    """Return the loss of all tokens whose target is not NO_TARGET.
+
+    `loss_chunk` and `z_loss_multiplier` are the settings of the config.
+    """
     h_TD = rms_norm(x_BnD, params["norm"], model.rms_norm_eps).reshape(-1, model.hidden_size)
     matrix = _matrix(params, model)
     chunk = tokens_of_chunk(target_Bn.size, model.vocab_size, loss_chunk)
@@ -69,7 +72,7 @@ def head_loss(
             return _at_once(z_loss_multiplier, h_TD, matrix, target_Bn.ravel())
     padding = -target_Bn.size % chunk
     h_KcD = jnp.pad(h_TD, ((0, padding), (0, 0))).reshape(-1, chunk, model.hidden_size)
-    target_Kc = jnp.pad(target_Bn.ravel(), (0, padding), constant_values=_NO_TOKEN).reshape(-1, chunk)
+    target_Kc = jnp.pad(target_Bn.ravel(), (0, padding), constant_values=NO_TARGET).reshape(-1, chunk)
     with jax.named_scope(_SCOPE):
         return _by_chunks(z_loss_multiplier, h_KcD, matrix, target_Kc)
 
@@ -143,9 +146,9 @@ def _losses(
     sum_c = exp_cV.sum(axis=-1)
     lse_c = jnp.log(sum_c) + max_c
     loss_c = lse_c - jnp.take_along_axis(logit_cV, target_c[:, None], axis=-1)[:, 0]
-    is_padding_c = target_c == _NO_TOKEN
-    loss_c = jnp.where(is_padding_c, 0, loss_c)
-    return loss_c, jnp.where(is_padding_c, 0, lse_c) if z_weight else None, exp_cV, sum_c
+    is_left_out_c = target_c == NO_TARGET
+    loss_c = jnp.where(is_left_out_c, 0, loss_c)
+    return loss_c, jnp.where(is_left_out_c, 0, lse_c) if z_weight else None, exp_cV, sum_c
 
 
 def _sums(loss_c: Float[Array, " c"], lse_c: Float[Array, " c"] | None) -> LossTerms:
@@ -167,7 +170,7 @@ def _logit_gradients(
 ) -> Float[Array, "c V"]:
     """Return the gradient of the total with respect to the logits."""
     factor_c = 1 if lse_c is None else 1 + 2 * z_weight * lse_c  # softmax is the gradient of log-sum-exp, too
-    scale_c = jnp.where(target_c == _NO_TOKEN, 0, factor_c / sum_c)
+    scale_c = jnp.where(target_c == NO_TARGET, 0, factor_c / sum_c)
     return exp_cV * scale_c[:, None] - (jnp.arange(exp_cV.shape[1]) == target_c[:, None])
 
 

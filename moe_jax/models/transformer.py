@@ -1,7 +1,7 @@
 """The decoder, inside `shard_map`: per-device code, with every collective a visible call.
 
-B sequences of this device, N tokens of each that it has (the share of its context and tensor ranks), T = B·N, D model
-width, M blocks with experts, E experts.
+B sequences of L tokens of this device, N tokens of each that it has (the share of its context and tensor ranks), T =
+B·N, D model width, M blocks with experts, E experts.
 """
 
 import dataclasses
@@ -167,9 +167,10 @@ def attend_and_route(
     compute: ComputeConfig,
     context: RouterContext,
     ragged: bool = False,
+    document_BL: Int[Array, "B L"] | None = None,
 ) -> Routed:
     """Run attention, shared experts, gate and permute. `ragged`: the rows are for a ragged exchange."""
-    x_BND = x_BND + attend(params["attention"], x_BND, model, view, compute.attention)
+    x_BND = x_BND + attend(params["attention"], x_BND, model, view, compute.attention, document_BL)
     h_BND = rms_norm(x_BND, params["norm"], model.rms_norm_eps)
     h_TD = h_BND.reshape(-1, x_BND.shape[-1])
     context = context._replace(inputs=context.inputs and context.inputs.flat())
@@ -191,10 +192,15 @@ def rejoin(
 
 
 def dense_block(
-    params: Any, x_BND: Float[Array, "B N D"], model: ModelConfig, view: AttentionView, impl: AttentionImpl
+    params: Any,
+    x_BND: Float[Array, "B N D"],
+    model: ModelConfig,
+    view: AttentionView,
+    impl: AttentionImpl,
+    document_BL: Int[Array, "B L"] | None = None,
 ) -> Float[Array, "B N D"]:
     """Run one block without experts."""
-    x_BND = x_BND + attend(params["attention"], x_BND, model, view, impl)
+    x_BND = x_BND + attend(params["attention"], x_BND, model, view, impl, document_BL)
     return x_BND + _sharded_mlp(params["mlp"], rms_norm(x_BND, params["norm"], model.rms_norm_eps))
 
 
@@ -210,14 +216,16 @@ def block(
     view: AttentionView,
     compute: ComputeConfig,
     context: RouterContext,
+    document_BL: Int[Array, "B L"] | None = None,
 ) -> tuple[Float[Array, "B N D"], RouterStats | None]:
     """Run one decoder block on a device's whole batch. With experts, also return the statistics of its router."""
     if "mlp" in params:
-        return dense_block(params, x_BND, model, view, compute.attention), None
+        return dense_block(params, x_BND, model, view, compute.attention, document_BL), None
     length = x_BND.shape[1]
     capacity = full_capacity(model.moe, x_BND.shape[0] * length)
     capacity = capacity._replace(buffer=buffer_of(model.moe, compute.rank_capacity_factor, length, compute.ep_size()))
-    routed = attend_and_route(params, x_BND, model, view, compute, context._replace(capacity=capacity))
+    context = context._replace(capacity=capacity)
+    routed = attend_and_route(params, x_BND, model, view, compute, context, document_BL=document_BL)
     experts = partial(run_experts, params["moe"]["experts"], moe=model.moe, product=compute.product)
     returned = dispatch_compute_combine(routed.sent, experts, compute.route, model.moe)
     return rejoin(routed.x_BND, returned, routed.metadata, model), routed.stats
@@ -236,10 +244,12 @@ def forward(
     compute: ComputeConfig,
     router_inputs: RouterInputs | None = None,
     slot_ME: Int[Array, "M E"] | None = None,
+    document_BL: Int[Array, "B L"] | None = None,
 ) -> tuple[Float[Array, "B N D"], RouterStats | None]:
     """Return the residual stream after the blocks and router statistics.
 
-    Statistics have a leading dimension M; they are None if no block has experts.
+    If `document_BL` has the document of each token of whole sequences, tokens attend to their own document (see
+    `attend`). Statistics have a leading dimension M; they are None if no block has experts.
     """
     x_BND = embed(params["embedding"], token_BN, compute)
     stats, below, moe_below = [], 0, 0
@@ -247,7 +257,9 @@ def forward(
         own = router_inputs and router_inputs.above(below)
         moe_here = segment.kinds.count("moe") * segment.repeats
         slots = None if slot_ME is None else slot_ME[moe_below : moe_below + moe_here]
-        x_BND, segment_stats = _run_segment(params["segments"][number], x_BND, segment, model, compute, own, slots)
+        x_BND, segment_stats = _run_segment(
+            params["segments"][number], x_BND, segment, model, compute, own, slots, document_BL
+        )
         stats += segment_stats
         below += len(segment.kinds) * segment.repeats
         moe_below += moe_here
@@ -266,6 +278,7 @@ def _run_segment(
     compute: ComputeConfig,
     router_inputs: RouterInputs | None,
     slot_mE: jax.Array | None,
+    document_BL: jax.Array | None,
 ) -> tuple[jax.Array, list[RouterStats]]:
     """Scan over the segment's periods, with experts in the slots `slot_mE`.
 
@@ -287,7 +300,8 @@ def _run_segment(
                 if slots is not None and segment.kinds[place] == "moe"
                 else None
             )
-            x_BND, block_stats = block(params[place], x_BND, model, view, compute, RouterContext(own, slot_E=slot_E))
+            context = RouterContext(own, slot_E=slot_E)
+            x_BND, block_stats = block(params[place], x_BND, model, view, compute, context, document_BL)
             stats += [block_stats] if block_stats is not None else []
         return x_BND, stats
 

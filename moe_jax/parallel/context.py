@@ -20,10 +20,13 @@ def context_ranks() -> int:
 
 def zigzag_shard(x: Shaped[Array, "B N ..."]) -> Shaped[Array, "B n ..."]:
     """Return this rank's tokens of each sequence."""
+    return x if context_ranks() == 1 else shard_of(jax.lax.axis_index(Axis.CONTEXT), x)
+
+
+def shard_of(rank: int | jax.Array, x: Shaped[Array, "B N ..."]) -> Shaped[Array, "B n ..."]:
+    """Return the tokens of any rank, where there are two or more ranks."""
     ranks = context_ranks()
-    if ranks == 1:
-        return x
-    rank, piece = jax.lax.axis_index(Axis.CONTEXT), x.shape[1] // (2 * ranks)
+    piece = x.shape[1] // (2 * ranks)
     starts = piece_starts(rank, ranks, piece)
     return jnp.concatenate([jax.lax.dynamic_slice_in_dim(x, start, piece, axis=1) for start in starts], axis=1)
 

@@ -30,7 +30,6 @@ from moe_jax.models.transformer import block, embed
 from moe_jax.parallel import background
 from moe_jax.parallel.pipeline import stage, sum_over_stages
 from moe_jax.parallel.ranks import of_all_devices
-from moe_jax.parallel.sequence_shards import local_tokens
 from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED
 from moe_jax.parallel.trees import Params
 from moe_jax.run.setup import Run
@@ -58,11 +57,11 @@ def write_first_bad(run: Run, state: State, bad: BadStep) -> dict[str, Any]:
     gradients = _wrong_parameters(_gradients(config, mesh)(params, batch, done, slot_ME), config)
     places = ["embedding", *(f"block {k}" for k in range(config.model.num_layers)), "logits"]
     first = next((w for w, wrong_P in enumerate(wrong_WP) if wrong_P.any()), None)
-    tokens = open_tokens(config.data, config.model.vocab_size).train
+    tokens, data, train = open_tokens(config.data, config.model.vocab_size), config.data, config.train
     found = {
         **{name: value if math.isfinite(value) else str(value) for name, value in bad._asdict().items()},
         "batch": step - 1,
-        "samples": sample_indices(tokens, config.data.seq_len, config.train.batch_size, config.train.seed, step - 1),
+        "samples": sample_indices(tokens.train, data.seq_len, train.batch_size, train.seed, step - 1, tokens.is_packed),
         "first_output": None if first is None else places[first],
         "devices": [] if first is None else np.flatnonzero(wrong_WP[first]).tolist(),
         "first_gradient": next((p for p in (*reversed(places[1:-1]), None) if p in gradients), None),
@@ -86,7 +85,7 @@ def _outputs(config: Config, mesh: Mesh) -> Any:
             number, token_bN1 = part
             return _wrong_outputs(params, inputs.part(token_bN1, number, count), context)
 
-        inputs = StepInputs(token_BN1, BatchPart(step), slot_ME)
+        inputs = StepInputs.of(token_BN1, context, BatchPart(step), slot_ME)
         wrong_W = jax.lax.map(of_part, (jnp.arange(count), inputs.in_parts(count))).any(axis=0)
         return of_all_devices(wrong_W)
 
@@ -100,7 +99,7 @@ def _wrong_outputs(params: Params, inputs: StepInputs, context: StepContext) -> 
     Every pipeline stage computes all blocks, and receives the parameters of one block at a time.
     """
     model, stages, compute, slot_ME = context.config.model, context.stages, context.compute, inputs.slot_ME
-    router_inputs = inputs.router_inputs(context)
+    router_inputs, document_bN = inputs.router_inputs(context), inputs.document_BN(context)
 
     def through(number: int, segment: Segment, x_bND: jax.Array, below: int, moe_below: int) -> Any:
         total, *rows = stages.layout[number]
@@ -114,13 +113,13 @@ def _wrong_outputs(params: Params, inputs: StepInputs, context: StepContext) -> 
                 m = moe_below + iteration * kinds.count("moe") + kinds[:place].count("moe")
                 slot_E = None if slot_ME is None or kinds[place] != "moe" else slot_ME[m]
                 own_context = RouterContext(own_inputs, slot_E=slot_E)
-                x_bND, _ = block(blocks[place], x_bND, model, view, compute, own_context)
+                x_bND, _ = block(blocks[place], x_bND, model, view, compute, own_context, document_bN)
                 wrong.append(_is_wrong(x_bND))
             return x_bND, jnp.stack(wrong)
 
         return jax.lax.scan(period, x_bND, jnp.arange(segment.repeats))
 
-    x_bND = embed(params["embedding"], local_tokens(inputs.token_BN1)[0], compute)
+    x_bND = embed(params["embedding"], inputs.local_tokens().input_Bn, compute)
     found, below, moe_below = [_is_wrong(x_bND)[None]], 0, 0
     for number, segment in enumerate(segments(model)):
         x_bND, wrong = through(number, segment, x_bND, below, moe_below)
@@ -154,7 +153,7 @@ def _gradients(config: Config, mesh: Mesh) -> Any:
     def body(params: Any, token_BN1: jax.Array, step: jax.Array, slot_ME: jax.Array | None) -> Any:
         background.new_program()
         return kind.gradients(
-            faults.inject_faults(params, step), StepInputs(token_BN1, BatchPart(step), slot_ME), context
+            faults.inject_faults(params, step), StepInputs.of(token_BN1, context, BatchPart(step), slot_ME), context
         )[0]
 
     in_specs = (context.specs, BATCH_SPEC, REPLICATED, REPLICATED)

@@ -20,6 +20,7 @@ from moe_jax.config import Config
 from moe_jax.config.validate import check_batch_split, check_expert_split
 from moe_jax.config.yaml_io import to_yaml
 from moe_jax.data.loader import Batches, train_batches, validation_batches
+from moe_jax.data.token_marks import num_targets
 from moe_jax.data.tokenizer import load_tokenizer
 from moe_jax.data.tokens import open_tokens
 from moe_jax.distributed.processes import is_main_process, read_alike
@@ -59,6 +60,7 @@ class Run:
     trainer: Trainer
     batches: Batches  # int32 [rows of this process, data.seq_len + 1] each
     validation: list[NDArray[np.int32]]
+    validation_weights: list[int]  # of each validation batch: its predicted tokens, or 1 if all tokens are predicted
     first_step: int  # number of steps done before; 0 for a new run
     identity: Identity
     choices: Choices | None  # settings that the run may change while it trains
@@ -124,18 +126,27 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
     seq_len, batch_size = config.data.seq_len, config.train.batch_size
     rows = _local_rows(NamedSharding(mesh, BATCH_SPEC), batch_size)
     trainer = make_trainer(config_at(config, first_step + 1), mesh)
+    finds_documents = config.data.mask_documents and not tokens.is_packed  # packed sequences have marks
+    end_of_text = tokens.meta.end_of_text if finds_documents and tokens.meta else None
+    validation = functools.partial(
+        validation_batches,
+        tokens.validation,
+        seq_len=seq_len,
+        batch_size=batch_size,
+        num_batches=config.train.eval_batches,
+        chunks=tokens.validation_chunks,
+        end_of_text=end_of_text,
+        is_packed=tokens.is_packed,
+    )
+    own_validation = validation(rows=rows)
     return Run(
         config=config,
         folder=folder,
         trainer=trainer,
-        validation=validation_batches(
-            tokens.validation,
-            seq_len=seq_len,
-            batch_size=batch_size,
-            num_batches=config.train.eval_batches,
-            rows=rows,
-            chunks=tokens.validation_chunks,
-        ),
+        validation=own_validation,
+        validation_weights=[num_targets(batch) for batch in validation(rows=[range(batch_size)])]
+        if config.data.has_marks
+        else [1] * len(own_validation),
         batches=train_batches(
             tokens.train,
             seq_len=seq_len,
@@ -144,6 +155,8 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
             rows=rows,
             prefetch=config.data.prefetch,
             chunks=tokens.train_chunks,
+            end_of_text=end_of_text,
+            is_packed=tokens.is_packed,
         ),
         first_step=first_step,
         identity=identity_of(folder, first_step, tokens),

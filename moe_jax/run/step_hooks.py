@@ -1,6 +1,7 @@
 """Callbacks after each step: safety copies, validation, and checkpoints, when they are due."""
 
 import math
+import operator
 from typing import Any
 
 import jax
@@ -81,8 +82,9 @@ class StepCallbacks:
 
 
 def _validate(evaluate: Compiled, state: State, run: Run) -> float:
-    """The mean validation loss, in nats per token."""
+    """The validation loss, in nats per token: the mean over the predicted tokens of all batches."""
     # one program at a time: simulated devices share threads, and collectives of two programs could deadlock
     jax.block_until_ready(state)
     losses = [float(evaluate(state["params"], run.on_mesh(rows), slots_of(state))) for rows in run.validation]
-    return math.fsum(losses) / len(losses)
+    weights = run.validation_weights
+    return math.fsum(map(operator.mul, losses, weights)) / sum(weights)

@@ -8,17 +8,23 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages
+from moe_jax.data import token_marks
 from moe_jax.models.gates.inputs import EVALUATION, BatchPart, RouterInputs
+from moe_jax.models.head import NO_TARGET
 from moe_jax.models.parameters import param_dims
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel import zero
+from moe_jax.parallel.grad_sync import sum_over_batch
 from moe_jax.parallel.mesh import expert_axis
+from moe_jax.parallel.ordering import depend_on
+from moe_jax.parallel.sequence_shards import OwnTokens, local_shard, local_tokens
 from moe_jax.parallel.sharding import partitions
 from moe_jax.parallel.trees import Cuts, ParamDims, Specs
 from moe_jax.step.optimizer import make_optimizer, state_cuts
@@ -59,7 +65,7 @@ class StepContext:
 
     @property
     def global_tokens(self) -> int:
-        """The number of predicted tokens in the global batch."""
+        """The number of tokens in the global batch."""
         return self.config.train.batch_size * self.config.data.seq_len
 
 
@@ -68,9 +74,48 @@ class StepInputs(NamedTuple):
     batch.
     """
 
-    token_BN1: Int[Array, "B N1"]
+    token_BN1: Int[Array, "B N1"]  # with marks (data/token_marks.py), if there is a number of targets
     batch_part: BatchPart = EVALUATION
     slot_ME: Int[Array, "M E"] | None = None  # placement (`models/placement.py`); None: experts in order
+    num_targets: Int[Array, ""] | None = None  # of the global batch, those that the loss counts; None: all tokens
+
+    @classmethod
+    def of(
+        cls,
+        token_BN1: Int[Array, "B N1"],
+        context: StepContext,
+        batch_part: BatchPart = EVALUATION,
+        slot_ME: Int[Array, "M E"] | None = None,
+    ) -> "StepInputs":
+        """Return the inputs for this device's rows of a global batch. Runs inside `shard_map`.
+
+        If tokens have marks, their targets are counted over all devices before anything else runs.
+        """
+        if not context.config.data.has_marks:
+            return cls(token_BN1, batch_part, slot_ME)
+        num_targets = sum_over_batch(token_marks.counted(local_shard(token_BN1[:, 1:])).sum())
+        return cls(depend_on(token_BN1, num_targets, context.compute.platform), batch_part, slot_ME, num_targets)
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether tokens have marks."""
+        return self.num_targets is not None
+
+    def loss_divisor(self, context: StepContext) -> jax.Array | int:
+        """Return the number of targets that the loss is the mean of; 1 if there are none."""
+        return context.global_tokens if self.num_targets is None else jnp.maximum(self.num_targets, 1)
+
+    def local_tokens(self) -> OwnTokens:
+        """Return the tokens of this device without marks, with NO_TARGET for those that the loss does not count."""
+        own = local_tokens(self.token_BN1)
+        if not self.has_marks:
+            return own
+        is_counted, target_Bn = token_marks.counted(own.target_Bn), token_marks.indices(own.target_Bn)
+        return OwnTokens(token_marks.indices(own.input_Bn), jnp.where(is_counted, target_Bn, NO_TARGET))
+
+    def document_BN(self, context: StepContext) -> Int[Array, "B N"] | None:
+        """Return the document of each token in its sequence; None: tokens attend to all documents."""
+        return token_marks.documents(self.token_BN1[:, :-1]) if context.config.data.mask_documents else None
 
     def in_parts(self, count: int) -> Int[Array, "A b N1"]:
         """Split the tokens into the `train.grad_accumulation` parts."""
@@ -82,4 +127,5 @@ class StepInputs(NamedTuple):
 
     def router_inputs(self, context: StepContext) -> RouterInputs | None:
         """Return what gates read besides features, or None if no gate reads anything else."""
-        return self.batch_part.router_inputs(self.token_BN1[:, :-1], context.config.model.moe, context.compute.seed)
+        id_BN = token_marks.indices(self.token_BN1[:, :-1]) if self.has_marks else self.token_BN1[:, :-1]
+        return self.batch_part.router_inputs(id_BN, context.config.model.moe, context.compute.seed)

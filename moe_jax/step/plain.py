@@ -27,7 +27,6 @@ from moe_jax.models.transformer import forward
 from moe_jax.parallel import background, zero
 from moe_jax.parallel.grad_sync import global_norm, sum_over_batch, sync_gradients
 from moe_jax.parallel.ordering import depend_on
-from moe_jax.parallel.sequence_shards import local_tokens
 from moe_jax.parallel.trees import Grads, Params
 from moe_jax.step import fault_injection
 from moe_jax.step.context import State, StepContext, StepInputs
@@ -48,10 +47,11 @@ def objective(params: Params, inputs: StepInputs, context: StepContext) -> tuple
     devices is differentiated, only exchanges and the transfers between tensor and context ranks.
     """
     model, compute, tokens = context.config.model, context.compute, context.global_tokens
-    input_Bn, target_Bn = local_tokens(inputs.token_BN1)  # each context and tensor rank has n of N tokens
-    x_BnD, stats = forward(params, input_Bn, model, compute, inputs.router_inputs(context), inputs.slot_ME)
+    input_Bn, target_Bn = inputs.local_tokens()  # each context and tensor rank has n of N tokens
+    router_inputs, document_BN = inputs.router_inputs(context), inputs.document_BN(context)
+    x_BnD, stats = forward(params, input_Bn, model, compute, router_inputs, inputs.slot_ME, document_BN)
     sums = head_loss(params, x_BnD, target_Bn, model, compute.loss_chunk, context.config.train.z_loss_multiplier)
-    head = jax.tree.map(lambda total: total / tokens, sums)
+    head = jax.tree.map(lambda total: total / inputs.loss_divisor(context), sums)
     count_ME = None if stats is None else sum_over_batch(stats.count_E)
     parts = parts_of(head.terms, stats, count_ME, tokens, model.moe)
     return head.total + parts.auxiliary(model.moe), parts
@@ -108,7 +108,7 @@ def train_step(
     """
     background.new_program()  # numbers the collectives of CPU threads from 0
     config, compute, cuts = context.config, context.compute, context.cuts
-    inputs = StepInputs(token_BN1, BatchPart(state["step"]), slots_of(state))
+    inputs = StepInputs.of(token_BN1, context, BatchPart(state["step"]), slots_of(state))
     params = fault_injection.inject_faults(state["params"], state["step"])  # unchanged outside of tests
     grads, parts = gradients(params, inputs, context)
     grads = with_copies_summed(grads, inputs.slot_ME, context)  # copies of experts, migration.replicas

@@ -113,7 +113,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     def evaluate(params: Params, token_BN1: jax.Array, slot_ME: jax.Array | None = None) -> jax.Array:
         def own(params: Params, token_BN1: jax.Array, slot_ME: jax.Array | None) -> jax.Array:
             background.new_program()
-            return sum_over_batch(kind.evaluate(params, StepInputs(token_BN1, slot_ME=slot_ME), context))
+            return sum_over_batch(kind.evaluate(params, StepInputs.of(token_BN1, context, slot_ME=slot_ME), context))
 
         in_specs = (context.specs, BATCH_SPEC, REPLICATED)
         return on_mesh(own, in_specs=in_specs, out_specs=REPLICATED)(params, token_BN1, slot_ME)

@@ -3,6 +3,7 @@
 import importlib.util
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +14,8 @@ from moe_jax.cli import convert, generate, launch, measure, plan, report, train
 ROOT = Path(__file__).parents[2]
 
 
-def _script_main() -> None:
-    spec = importlib.util.spec_from_file_location("prepare_text", ROOT / "scripts" / "prepare_text.py")
+def _script_main(name: str) -> None:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -30,7 +31,8 @@ COMMANDS: dict[str, Callable[[], None]] = {
     "launch": launch.main,
     "measure": measure.main,
     "plan": plan.main,
-    "prepare_text": _script_main,
+    "prepare_text": partial(_script_main, "prepare_text"),
+    "prepare_chat": partial(_script_main, "prepare_chat"),
 }
 
 

@@ -56,6 +56,14 @@ def test_a_text_file_is_its_bytes_and_its_end_validates(text: Path) -> None:
     assert tokens.vocab_size == 256
 
 
+def test_a_text_file_has_no_documents_to_mask(text: Path, folder: Path) -> None:
+    assert refusal(text, mask_documents=True) == (
+        f"data.mask_documents=true, and data.path={text} is one document: prepare a folder of documents with "
+        "scripts/prepare_text.py, or use data.mask_documents=false"
+    )
+    assert open_tokens(data(folder, mask_documents=True), 256).meta
+
+
 def test_a_folder_has_its_own_split_and_vocabulary(folder: Path) -> None:
     tokens = open_tokens(data(folder, validation_fraction=0.5), 1000)
     assert isinstance(tokens.train, np.memmap)
@@ -105,8 +113,10 @@ def test_a_meta_that_is_not_json_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"format": 2}, "has format=2, and this version reads format=1"),
-        ({"format": None}, "has format=None, and this version reads format=1"),
+        ({"format": 3}, "has format=3, and this version reads format=1 and 2"),
+        ({"format": None}, "has format=None, and this version reads format=1 and 2"),
+        ({"format": 2}, "has no usable seq_len"),  # of packed sequences
+        ({"seq_len": 16}, "has no usable seq_len"),  # of a stream
         ({"vocab_size": None}, "has no usable vocab_size"),
         ({"train_tokens": "many", "validation_crc32": None}, "has no usable train_tokens, validation_crc32"),
         ({"dtype": "float32"}, "has no usable dtype"),

@@ -76,11 +76,11 @@ def test_over_context_ranks_no_kernel_is_fused_whatever_the_config_names(platfor
 
 
 def test_other_kernels_mask_other_documents_where_cudnn_cannot():
-    assert (
-        unfused_reason(CONFIG, "gpu", HOPPER, documents=True) == "train.attention_kernel=cudnn masks no other documents"
-    )
-    assert kernel_of(CONFIG, "gpu", HOPPER, documents=True) == "tiled"
-    assert kernel_of(CONFIG, "tpu", None, documents=True) == "splash"
+    config = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, mask_documents=True))
+    reason = "train.attention_kernel=cudnn masks no documents, and data.mask_documents=true"
+    assert unfused_reason(config, "gpu", HOPPER) == reason
+    assert kernel_of(config, "gpu", HOPPER) == "tiled"
+    assert kernel_of(config, "tpu", None) == "splash"
 
 
 def test_the_reason_names_the_setting():

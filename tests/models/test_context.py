@@ -54,8 +54,8 @@ def attended(model: ModelConfig, context: int, form: str, documents: bool):
 
     def body(params, x, weight):
         def total(params, x):
-            own = zigzag_shard(jnp.asarray(document)) if documents else None
-            y = attend(params, zigzag_shard(x), model, model.views[0], AttentionImpl(context_form=form), own)
+            impl, of_all = AttentionImpl(context_form=form), jnp.asarray(document) if documents else None
+            y = attend(params, zigzag_shard(x), model, model.views[0], impl, of_all)
             return jnp.sum(y * zigzag_shard(weight)), y
 
         grads, y = jax.grad(total, (0, 1), has_aux=True)(params, x)

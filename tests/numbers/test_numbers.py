@@ -48,7 +48,7 @@ OTHER = {
         "| | |": SETTING,
         "| | mixtral | llama |": "tests/convert/test_golden.py holds them to a bound; they are of one machine",
     },
-    "exchange.md": {"| `exchange.algorithm` |": SETTING, "| way |": "what the linked reports measured"},
+    "exchange.md": {"| `exchange.algorithm` |": SETTING, "| implementation |": "what the linked reports measured"},
     "gates.md": {"| gate | scores": SETTING},
     "log.md": {"| `unified` |": NO_PROGRAM, "| milliseconds of cycle estimates |": NO_PROGRAM},
     "measure.md": {

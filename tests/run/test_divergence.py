@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from moe_jax.data.loader import sample_indices
+from moe_jax.data.token_marks import mark_documents
 from moe_jax.data.tokens import open_tokens
 from moe_jax.errors import EXIT_DIVERGED, DivergedError
 from moe_jax.run import describe, loop
@@ -126,10 +127,12 @@ def test_spikes_are_skipped_alike_by_a_run_that_was_stopped_between(tmp_path):
 
 def test_a_block_of_a_later_stage_is_found_with_the_devices_that_have_it():
     config = small_config(1, 2, pipeline=2, grad_accumulation=2, model={"num_layers": 4})
-    mesh = mesh_of(config)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, mask_documents=True))
+    mesh, token_BN1 = mesh_of(config), tokens_of(config)
+    mark_documents(token_BN1, end_of_text=5)
     params = first_state(config, make_trainer(config, mesh))["params"]
     with faults.nan_at(step=1, device=3, parameter="segments.0.1.norm"):
-        wrong_WP = _outputs(config, mesh)(params, tokens_of(config), 0, None)
+        wrong_WP = _outputs(config, mesh)(params, token_BN1, 0, None)
     embedding, *blocks, logits = (set(np.flatnonzero(wrong_P).tolist()) for wrong_P in wrong_WP)
     assert (embedding, blocks[:3], logits) == (set(), [set()] * 3, blocks[3])
     assert blocks[3] == {1, 3}, "every stage computes all blocks, here of the ranks that have the second half of tokens"

@@ -13,6 +13,7 @@ import optax
 from moe_jax.config import Config, MigrationConfig, ModelConfig
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.yaml_io import load_config
+from moe_jax.data.token_marks import mark_documents
 from moe_jax.models.parameters import param_shapes
 from moe_jax.models.placement import by_expert
 from moe_jax.models.stages import in_order
@@ -26,6 +27,7 @@ from tests.step.test_migration import moved, random_slots
 from tests.step.test_replicas import placed, with_copies
 
 STEP = 5  # of which gates draw
+END_OF_TEXT = 3  # a token that ends documents, if the config masks them
 RATE, EPS = 1e-3, 1e-3  # of gradients of 1e-2 or so: an update hardly depends on their last digits
 SMALL = (
     "model.vocab_size=32 model.hidden_size=16 model.num_attention_heads=4 model.num_key_value_heads=2 "
@@ -87,7 +89,7 @@ def assert_are_near(grads: dict[str, np.ndarray], expected: dict[str, np.ndarray
 def trained(config: Config) -> Step:
     """By the program that a run has."""
     trainer = make_trainer(config, mesh_of(config))
-    state, metrics = run_checked(trainer.step, first_state(config, trainer), tokens_of(config))
+    state, metrics = run_checked(trainer.step, first_state(config, trainer), batch_of(config))
     trees = {"params": state["params"], "mu": optax.tree_utils.tree_get(state["optimizer"], "mu")}
     trees, stages = jax.tree.map(jnp.asarray, trees), Stages.of(config)
     if "placement" in state:
@@ -98,6 +100,14 @@ def trained(config: Config) -> Step:
     if config.model.moe.num_experts:
         names += (*LOSSES, "expert_load", "block_dropped_fraction")
     return Step({name: metrics[name] for name in names}, by_path(trees["mu"]), by_path(trees["params"]))
+
+
+def batch_of(config: Config) -> np.ndarray:
+    """Random tokens, with marks if the config masks documents."""
+    token_BN1 = tokens_of(config)
+    if config.data.mask_documents:
+        mark_documents(token_BN1, END_OF_TEXT)
+    return token_BN1
 
 
 @functools.cache
@@ -151,10 +161,12 @@ def _of_part(config: Config, sequence_b: np.ndarray) -> tuple[dict[str, Any], An
     model, buffer, sizes = config.model, None, config.mesh.sizes
     if model.moe.sends_sized_rows and config.exchange.rank_capacity_factor is not None:
         buffer = config.exchange.rank_capacity_factor, config.mesh.expert_ranks(sizes)
+    end_of_text = END_OF_TEXT if config.data.mask_documents else None
     (loss, rest), grads = jax.value_and_grad(references.objective, has_aux=True)(
         *(some_params(model), tokens_of(config)[sequence_b], model, _sources(config), buffer),
         *(sizes["tensor"], sizes["context"], (config.train.seed, STEP), sequence_b),
-        config.train.z_loss_multiplier,
+        *(config.train.z_loss_multiplier, end_of_text),
+        np.mean(tokens_of(config)[:, :-1] != END_OF_TEXT) if config.data.mask_documents else 1.0,
     )
     return jax.device_get(rest | {"loss": loss}), jax.device_get(grads)
 

@@ -22,6 +22,8 @@ OTHERS = {
     "recomputed chunks, in pairs": "model.num_layers=2 schedule.pipeline=coscheduled schedule.remat=chunk "
     "model.moe.gate=noisy model.moe.top_k=3",
     "z-loss of the logits": "model.num_layers=2 train.loss_chunk=5 train.z_loss_multiplier=0.1",
+    "documents, in pairs": "model.num_layers=3 schedule.pipeline=coscheduled_split model.moe.first_k_dense_replace=1 "
+    "data.mask_documents=true data.seq_len=24 model.vocab_size=8",
     "a shorter last stage": "model.num_layers=4 schedule.head_blocks=1",
     "context ranks with all experts": "model.num_layers=3 mesh.context=2 exchange.context_form=all_gather",
     "empty pieces of slots": f"model.num_layers=2 schedule.pipeline=zero_bubble {PIECES}",

@@ -14,6 +14,7 @@ from tests.step.step_settings import ARRAY
 
 UNIFIED = "schedule.policy=unified schedule.microbatches=2"
 TILES = "train.attention_kernel=tiled model.attention.sliding_window=4"
+DOCUMENTS = "data.mask_documents=true data.seq_len=24 model.vocab_size=8 model.moe.num_shared_experts=1"
 OTHERS = {
     "tiles of attention in a loop of blocks": f"{UNIFIED} {TILES} mesh.data=1 mesh.expert=4 model.num_layers=4 "
     "model.moe.moe_layer_freq=1",
@@ -21,6 +22,12 @@ OTHERS = {
     "model.num_layers=2 model.moe.moe_layer_freq=2",
     "z-loss of chunks of logits": f"{UNIFIED} train.loss_chunk=5 train.z_loss_multiplier=0.1 mesh.data=1 "
     "mesh.context=2 mesh.expert=2 model.num_layers=1 model.moe.moe_layer_freq=1",
+    "documents in a loop of blocks": f"{UNIFIED} {TILES} {DOCUMENTS} mesh.data=2 mesh.expert=2 model.num_layers=4 "
+    "model.moe.moe_layer_freq=1 model.moe.gate=hash",
+    "documents around a ring": f"{UNIFIED} {DOCUMENTS} mesh.data=1 mesh.context=2 mesh.tensor=2 model.num_layers=2 "
+    "model.moe.moe_layer_freq=2 train.loss_chunk=5 train.z_loss_multiplier=0.1 schedule.remat=full",
+    "documents of a batch in parts": f"{DOCUMENTS} exchange.context_form=all_gather mesh.data=1 mesh.context=2 "
+    "mesh.expert=2 train.grad_accumulation=2 model.num_layers=2 model.moe.moe_layer_freq=1",
     "z-loss of a batch in parts": "train.z_loss_multiplier=0.1 train.grad_accumulation=2 mesh.data=2 mesh.expert=2 "
     "model.num_layers=1 model.moe.moe_layer_freq=1",
 }

@@ -37,7 +37,7 @@ def slots_of(mesh: tuple[int, int], policy: str, microbatches: int) -> np.ndarra
     def body(params: Any, token_BN1: jax.Array) -> jax.Array:
         tokens = token_BN1[:, 1:].size
         blocks = dict(enumerate(block_params(params, config.model)))
-        facts = StepDims(config, compute, plan.schedule.shape, tokens, tokens)
+        facts = StepDims(config, compute, plan.schedule.shape, tokens, tokens, tokens)
         tasks = Tasks(facts, params, BlockConsts(blocks), local_tokens(token_BN1))
         found: list[list[jax.Array]] = [[] for _ in blocks]
         for action in plan.schedule.actions:

@@ -1,7 +1,7 @@
 """Causal attention, with one file for each kind of keys and values: grouped-query and multi-head latent attention.
 
-B sequences, N tokens of this context rank, D model width, H query heads, V width of a head's value. Each of t tensor
-ranks has n = N/t tokens of a sequence, and computes H/t of the heads. S tokens in a cache.
+B sequences of L tokens, of which N are of this context rank; D model width, H query heads, V width of a head's value.
+Each of t tensor ranks has n = N/t tokens of a sequence, and computes H/t of the heads. S tokens in a cache.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from moe_jax.parallel.tensor_axis import tp_reduce_scatter
 class AttentionKind(NamedTuple):
     """The functions of one kind of attention."""
 
-    # params, normed tokens [B, n, D], model, view, impl, documents [B, N] or None → output of each head [B, N, H, V]
+    # params, normed tokens [B, n, D], model, view, impl, documents [B, L] or None → output of each head [B, N, H, V]
     heads: Callable[..., jax.Array]
     first_cache: Callable[..., Any]  # model, batch, length, dtype → an empty cache
     # params, one normed token [B, 1, D], cache, its position, model, view → outputs for it, and the updated cache
@@ -43,14 +43,17 @@ def attend(
     model: ModelConfig,
     view: AttentionView,
     impl: AttentionImpl,
-    document_BN: Int[Array, "B N"] | None = None,
+    document_BL: Int[Array, "B L"] | None = None,
 ) -> Float[Array, "B n D"]:
     """Return what attention adds to the residual stream, including its pre-norm. Runs inside `shard_map`.
 
-    Tokens attend to tokens of their own document, by the numbers in `document_BN`; None: all are of one.
+    Tokens attend to tokens of their own document, by the numbers in `document_BL`, which has all tokens of the
+    sequences in order, also those of other ranks; None: all are of one document. Rotary positions count from the
+    beginning of a sequence: attention depends only on differences of positions, so counting from the beginning of each
+    document would change nothing but rounding.
     """
     h_BnD = rms_norm(x_BnD, params["norm"], model.rms_norm_eps)
-    out_BNHV = kind_of(model).heads(params, h_BnD, model, view, impl, document_BN)
+    out_BNHV = kind_of(model).heads(params, h_BnD, model, view, impl, document_BL)
     y_BnD = tp_reduce_scatter(_project_output(params, out_BNHV), 1)
     return y_BnD + params["out_bias"].astype(y_BnD.dtype) if "out_bias" in params else y_BnD
 

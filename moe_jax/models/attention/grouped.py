@@ -1,8 +1,8 @@
 """Grouped-query attention.
 
-B sequences, N tokens of this context rank, D model width, H query heads, G key/value heads, K head width. Each of t
-tensor ranks has n = N/t tokens of a sequence, and computes H/t of the query heads and G/t of the key/value heads. S
-tokens in the cache.
+B sequences of L tokens, of which N are of this context rank; D model width, H query heads, G key/value heads, K head
+width. Each of t tensor ranks has n = N/t tokens of a sequence, and computes H/t of the query heads and G/t of the
+key/value heads. S tokens in the cache.
 """
 
 from typing import Any
@@ -29,11 +29,11 @@ def heads(
     model: ModelConfig,
     view: AttentionView,
     impl: AttentionImpl,
-    document_BN: Int[Array, "B N"] | None = None,
+    document_BL: Int[Array, "B L"] | None = None,
 ) -> Float[Array, "B N H K"]:
     """Return the output of each head.
 
-    `document_BN` has the numbers of the documents of this context rank's tokens; None: all are of one.
+    `document_BL` has the numbers of the documents of all tokens; None: all are of one.
     """
     h_BND = tp_all_gather(h_BnD, 1)
     positions = jnp.broadcast_to(own_positions(h_BND.shape[1]), h_BND.shape[:2])
@@ -42,8 +42,8 @@ def heads(
         scale = query.shape[-1] ** -0.5
         if context_ranks() > 1:
             form = FORMS[impl.context_form]
-            return form(query, (key, value), (), params.get("sink"), document_BN, None, view.window, scale)
-        return KERNELS[impl.kernel](query, key, value, view.window, scale, params.get("sink"), document_BN)
+            return form(query, (key, value), (), params.get("sink"), document_BL, None, view.window, scale)
+        return KERNELS[impl.kernel](query, key, value, view.window, scale, params.get("sink"), document_BL)
 
 
 def first_cache(model: ModelConfig, batch: int, length: int, dtype: Any) -> Cache:

@@ -1,9 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2 2024, section 2.1).
 
-B sequences, N tokens of this context rank, D model width, H heads; R and Q widths of the latents of keys and values,
-and of queries; K and P widths of the parts of a head's query and key that are not rotated, and that are; V width of a
-head's value. Each of t tensor ranks has n = N/t tokens of a sequence, computes their latents, and H/t of the heads. S
-tokens in the cache.
+B sequences of L tokens, of which N are of this context rank; D model width, H heads; R and Q widths of the latents of
+keys and values, and of queries; K and P widths of the parts of a head's query and key that are not rotated, and that
+are; V width of a head's value. Each of t tensor ranks has n = N/t tokens of a sequence, computes their latents, and H/t
+of the heads. S tokens in the cache.
 """
 
 from typing import Any
@@ -30,11 +30,11 @@ def heads(
     model: ModelConfig,
     view: AttentionView,
     impl: AttentionImpl,
-    document_BN: Int[Array, "B N"] | None = None,
+    document_BL: Int[Array, "B L"] | None = None,
 ) -> Float[Array, "B N H V"]:
     """Return the output of each head.
 
-    `document_BN` has the numbers of the documents of this context rank's tokens; None: all are of one.
+    `document_BL` has the numbers of the documents of all tokens; None: all are of one.
     """
     parts = _latents(params, h_BnD, model)
     ends = [sum(part.shape[-1] for part in parts[: i + 1]) for i in range(2)]
@@ -49,9 +49,9 @@ def heads(
     with jax.named_scope("attention"):
         if context_ranks() > 1:  # exchange the latents, which are narrower than keys and values
             form = FORMS[impl.context_form]
-            return form(query, latents, weights, sink, document_BN, _keys_and_values, view.window, scale)
+            return form(query, latents, weights, sink, document_BL, _keys_and_values, view.window, scale)
         key, value = _keys_and_values(weights, latents)
-        return KERNELS[impl.kernel](query, key, value, view.window, scale, sink, document_BN)
+        return KERNELS[impl.kernel](query, key, value, view.window, scale, sink, document_BL)
 
 
 def first_cache(model: ModelConfig, batch: int, length: int, dtype: Any) -> Cache:

@@ -26,7 +26,7 @@ from moe_jax.parallel.pipeline import (
     to_next,
     to_previous,
 )
-from moe_jax.parallel.sequence_shards import OwnTokens, local_tokens
+from moe_jax.parallel.sequence_shards import OwnTokens
 from moe_jax.parallel.trees import Grads, Params
 from moe_jax.step.context import StepContext, StepInputs
 from moe_jax.step.losses import ObjectiveParts
@@ -65,8 +65,9 @@ class PipelineStage:
         self._z_loss_multiplier = config.train.z_loss_multiplier
         self.slot_ME = inputs.slot_ME  # placement of all blocks' experts; None: experts in order
         by_microbatch = functools.partial(_by_microbatch, microbatches=plan.table.microbatches)
-        self.tokens = OwnTokens(*map(by_microbatch, local_tokens(inputs.token_BN1)))
-        router_inputs = inputs.router_inputs(context)
+        self.tokens = OwnTokens(*map(by_microbatch, inputs.local_tokens()))
+        document_BN, router_inputs = inputs.document_BN(context), inputs.router_inputs(context)
+        self.document_MbN = None if document_BN is None else by_microbatch(document_BN)
         self.router_inputs = router_inputs and router_inputs._replace(
             id=by_microbatch(router_inputs.id), place=by_microbatch(router_inputs.place)
         )
@@ -75,7 +76,8 @@ class PipelineStage:
         self.chunks: list[ModelChunk | RecomputedChunk] = []
         for number, orders in enumerate(plan.orders):
             tokens, first_block = sequences * length, plan.first_block(number)
-            dims = StepDims(config, compute, orders.shape, context.global_tokens, tokens, first_block)
+            sizes = context.global_tokens, inputs.loss_divisor(context), tokens
+            dims = StepDims(config, compute, orders.shape, *sizes, first_block)
             consts = jax.eval_shape(
                 functools.partial(self._consts, number), TickPass(*(jnp.int32(0),) * len(TickPass._fields))
             )
@@ -326,11 +328,13 @@ class PipelineStage:
     def _consts(self, number: int, work: TickPass) -> BlockConsts:
         weights = weights_of(self.params, self.plan, number, work.chunk)
         slots = self._slots(number, work)
+        document_bN = None if self.document_MbN is None else get(self.document_MbN, work.microbatch)
         if self.router_inputs is None:
-            return BlockConsts(weights, None, slots)
+            return BlockConsts(weights, None, slots, document_bN)
         id_bn, place_bn = (get(x_Mbn, work.microbatch) for x_Mbn in (self.router_inputs.id, self.router_inputs.place))
         below = jnp.asarray(self.plan.stages.first_block)[work.chunk * self.plan.table.stages + stage()]
-        return BlockConsts(weights, self.router_inputs._replace(id=id_bn, place=place_bn).above(below), slots)
+        router_inputs = self.router_inputs._replace(id=id_bn, place=place_bn).above(below)
+        return BlockConsts(weights, router_inputs, slots, document_bN)
 
     def _slots(self, number: int, work: TickPass) -> dict[int, jax.Array]:
         if self.slot_ME is None:

@@ -67,8 +67,8 @@ class Tasks:
             parts = (jnp.split(x_Bn, dims.microbatches) for x_Bn in tokens)
             self.tokens = list(map(OwnTokens, *parts))
         # what gates read besides features, before block 0
-        inputs = consts.router_inputs
-        self.router_inputs = None if inputs is None else inputs.parts(dims.microbatches)
+        self.router_inputs = consts.router_inputs and consts.router_inputs.parts(dims.microbatches)
+        self.documents = consts.documents(dims.microbatches)
         self.slots = consts.slots  # placement of each block's experts, if not in order
         self.x: dict[int, jax.Array] = {}  # residual stream of each microbatch
         self.metadata: dict[int, DispatchMetadata] = {}  # to unpermute its rows after combine
@@ -118,18 +118,18 @@ class Tasks:
 
     def _attend(self, action: Action) -> None:
         dims, block = self.dims, action.block
-        model, weights = dims.config.model, self.blocks[block]
-        view = dims.view(block)
+        model, view, weights = dims.config.model, dims.view(block), self.blocks[block]
         for r in dims.microbatches_of(action):
             self.add_combine_to_residual(r, block)
+            document = self.documents[r]
             if dims.shape.kinds[block] == "dense":
-                function = self._remat(partial(dense_block, model=model, view=view, impl=dims.compute.attention))
-                self.x[r] = self._differentiate(("attend", block, r), function, weights, self.x[r])
+                run = partial(dense_block, model=model, view=view, impl=dims.compute.attention, document_BL=document)
+                self.x[r] = self._differentiate(("attend", block, r), self._remat(run), weights, self.x[r])
                 self.order.record_compute(self.x[r])
                 continue
             inputs = None if self.router_inputs is None else self.router_inputs[r].above(block)
             context = RouterContext(inputs, self._capacity(block, r), self.slots.get(block))
-            route = partial(attend_and_route, model=model, view=view, compute=dims.compute)
+            route = partial(attend_and_route, model=model, view=view, compute=dims.compute, document_BL=document)
             function = self._remat(partial(route, context=context, ragged=dims.ragged))
             routed: Routed = self._differentiate(("attend", block, r), function, _without_experts(weights), self.x[r])
             self.x[r], self.metadata[r], self.stats[block, r] = routed.x_BND, routed.metadata, routed.stats
@@ -173,7 +173,7 @@ class Tasks:
 
         def share(weights: Tree, x: jax.Array, tokens: jax.Array) -> HeadLoss:
             sums = head_loss(weights, x, tokens, model, self.dims.compute.loss_chunk, self.z_loss_multiplier)
-            return jax.tree.map(lambda total: total / self.dims.global_tokens, sums)
+            return jax.tree.map(lambda total: total / self.dims.loss_divisor, sums)
 
         matrix = "embedding" if model.tie_word_embeddings else "head"
         weights = {name: self.ends[name] for name in ("norm", matrix)}

@@ -14,7 +14,6 @@ from moe_jax.config import ModelConfig
 from moe_jax.config.layer_layout import segments
 from moe_jax.models.dispatchers.ragged import Stored
 from moe_jax.parallel.ordering import depend_on_all
-from moe_jax.parallel.sequence_shards import local_tokens
 from moe_jax.parallel.trees import Grads, Params, Tree
 from moe_jax.schedule.actions import NO_BLOCK
 from moe_jax.step.context import StepContext, StepInputs
@@ -66,15 +65,23 @@ def _gradients_of_part(
     device gets the sum of its own shard.
     """
     model, scanned, slot_ME = context.config.model, plan.scanned, inputs.slot_ME
-    tokens = local_tokens(inputs.token_BN1)
-    dims = StepDims(context.config, context.compute, plan.schedule.shape, context.global_tokens, tokens.input_Bn.size)
+    tokens, document_BN = inputs.local_tokens(), inputs.document_BN(context)
+    dims = StepDims(
+        context.config,
+        context.compute,
+        plan.schedule.shape,
+        context.global_tokens,
+        inputs.loss_divisor(context),
+        tokens.input_Bn.size,
+    )
     issued = plan.schedule.actions if scanned is None else (*scanned.prologue, *scanned.middle)
     outside = {action.block for action in issued} - {NO_BLOCK}
     blocks = {block: owned(params, model, block + 1, _slice) for block in outside}
     router_inputs = inputs.router_inputs(context)
     moe = [block for block, kind in enumerate(model.block_kinds) if kind == "moe"]
     slots = {} if slot_ME is None else {block: slot_ME[m] for m, block in enumerate(moe) if block in outside}
-    tasks = Tasks(dims, params, BlockConsts(blocks, router_inputs, slots), tokens, partial(_stored, params, model))
+    consts = BlockConsts(blocks, router_inputs, slots, document_BN)
+    tasks = Tasks(dims, params, consts, tokens, partial(_stored, params, model))
     sums = GradientReducer(
         plan.reductions, tasks, None if earlier is None else lambda owner: owned(earlier, model, owner, _slice)
     )
@@ -88,6 +95,7 @@ def _gradients_of_part(
         None if earlier is None else earlier["segments"][number],
         router_inputs,
         slot_ME,
+        document_BN,
     )
     loops = LayerScan(scanned, segments(model)[number], sums, stacked)
     run(scanned.prologue, tasks, sums)

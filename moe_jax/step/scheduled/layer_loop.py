@@ -41,6 +41,7 @@ class Stacked(NamedTuple):
     earlier: Tree | None  # gradients that are added to those of the iterations
     router_inputs: RouterInputs | None  # what gates read besides features, before block 0
     slot_ME: jax.Array | None  # placement of all blocks' experts; None: experts in order
+    document_BN: jax.Array | None  # the document of each token; None: all are of one
 
 
 class LayerScan:
@@ -51,7 +52,7 @@ class LayerScan:
     def __init__(self, scanned: ScannedSchedule, segment: Segment, sums: GradientReducer, stacked: Stacked):
         self.scanned, self.scan_blocks = scanned, scanned.blocks
         self.sums, self.tasks = sums, sums.tasks
-        self.params, self.cuts, self.earlier, self.router_inputs, self.slot_ME = stacked
+        self.params, self.cuts, self.earlier, self.router_inputs, self.slot_ME, self.document_BN = stacked
         self.layout = StackLayout(self.scan_blocks, len(segment.kinds))
         self.microbatches = range(self.tasks.dims.microbatches)
         self.gradients: LoopGradients
@@ -65,9 +66,8 @@ class LayerScan:
     def _consts(self, iteration: int | jax.Array) -> BlockConsts:
         weights = {block: self.layout.take(self.params, iteration, block) for block in self._blocks}
         slots = {} if self.slot_ME is None else {b: self._of_moe_block(self.slot_ME, iteration, b) for b in self.moe}
-        return BlockConsts(
-            weights, self.router_inputs and self.router_inputs.above(iteration * self.scan_blocks.size), slots
-        )
+        router_inputs = self.router_inputs and self.router_inputs.above(iteration * self.scan_blocks.size)
+        return BlockConsts(weights, router_inputs, slots, self.document_BN)
 
     def forward(self) -> None:
         """Run the forward scan."""

@@ -20,6 +20,11 @@ class BlockConsts(NamedTuple):
     blocks: dict[int, Tree]  # weights, by the block's number
     router_inputs: RouterInputs | None = None  # what gates read besides features, before these blocks
     slots: Mapping[int, jax.Array] = MappingProxyType({})  # placement of a block's experts, if not in order
+    document_BN: jax.Array | None = None  # the document of each token of whole sequences; None: all are of one
+
+    def documents(self, count: int) -> list[jax.Array | None]:
+        """Return the documents of each of `count` equal parts of the sequences."""
+        return [None] * count if self.document_BN is None else list(jax.numpy.split(self.document_BN, count))
 
 
 class ScanBody:

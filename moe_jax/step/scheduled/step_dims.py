@@ -31,6 +31,7 @@ class StepDims:
     compute: ComputeConfig
     shape: StepShape
     global_tokens: int
+    loss_divisor: int | jax.Array  # the number of targets of the global batch that the loss counts
     tokens: int  # on this device
     first_block: int | None = None  # the first block of a pipeline stage; None without stages
 

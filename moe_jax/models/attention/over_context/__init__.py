@@ -7,5 +7,5 @@ import jax
 from moe_jax.models.attention.over_context import all_gather, ring
 
 # query [B, n, H, K], (key [B, n, G, K], value [B, n, G, V]) or what `make` computes them from, weights of `make`,
-# sink [H] or None, documents [B, n] or None, make or None, window, scale → outputs [B, n, H, V]
+# sink [H] or None, documents [B, N] of all ranks' tokens or None, make or None, window, scale → outputs [B, n, H, V]
 FORMS: dict[str, Callable[..., jax.Array]] = {"ring": ring.values, "all_gather": all_gather.values}

@@ -31,7 +31,7 @@ from moe_jax.models.attention.tile_products import (
     zero_gradients,
 )
 from moe_jax.models.attention.tiles import Hop, ring_of
-from moe_jax.parallel.context import all_gather_tokens, context_ranks, own_positions, positions_of, ring_permute
+from moe_jax.parallel.context import context_ranks, own_positions, positions_of, ring_permute, shard_of
 from moe_jax.parallel.mesh import Axis
 
 _PAIRS_TO_HALVE = 4
@@ -47,17 +47,17 @@ def values(
     kv: Pair,
     weights: Any,
     sink_H: Float[Array, " H"] | None,
-    document_Bn: Int[Array, "B n"] | None,
+    document_BN: Int[Array, "B N"] | None,
     make: Make | None,
     window: int | None,
     scale: float,
 ) -> Float[Array, "B n H V"]:
     """Return the outputs for this rank's queries.
 
-    `make(weights, kv)` computes keys and values from what travels; None: `kv` holds them. `document_Bn` has the
-    document of each own token; None: all are of one.
+    `make(weights, kv)` computes keys and values from what travels; None: `kv` holds them. `document_BN` has the
+    document of each token of all ranks, in the order of the sequence; None: all are of one.
     """
-    return _forward(query_BnHK, kv, weights, sink_H, document_Bn, make, window, scale)[0]
+    return _forward(query_BnHK, kv, weights, sink_H, document_BN, make, window, scale)[0]
 
 
 def _forward(
@@ -65,14 +65,14 @@ def _forward(
     kv: Pair,
     weights: Any,
     sink_H: jax.Array | None,
-    document_Bn: jax.Array | None,
+    document_BN: jax.Array | None,
     make: Make | None,
     window: int | None,
     scale: float,
 ) -> tuple[jax.Array, Residuals]:
     own, own_kv = query_BnHK.shape[1], kv
     key, value = _make_kv(make, weights, kv)
-    query, documents = by_group(query_BnHK, key), _all_documents(document_Bn)
+    query = by_group(query_BnHK, key)
     sums = initial_sums(query, value.shape[-1], sink_H)
     tile, hops = ring_of(context_ranks(), own, window, tiles.TILE)
     for hop, next_hop in zip(hops, (*hops[1:], None), strict=True):
@@ -80,28 +80,28 @@ def _forward(
             # without it all hops could run at once, and stay in memory
             kv, sums = jax.lax.optimization_barrier((kv, sums))
             kv = _shift(kv, next_hop.distance - hop.distance)
-        sums = accumulate(sums, _hop_inputs(hop, query, (key, value), documents, tile, window, scale))
+        sums = accumulate(sums, _hop_inputs(hop, query, (key, value), document_BN, tile, window, scale))
         if next_hop is not None:
             key, value = _make_kv(make, weights, kv)
     out_BnHV, log_sum_BGJn = outputs(sums, value.dtype)
-    return out_BnHV, (query_BnHK, own_kv, weights, sink_H, document_Bn, out_BnHV, log_sum_BGJn)
+    return out_BnHV, (query_BnHK, own_kv, weights, sink_H, document_BN, out_BnHV, log_sum_BGJn)
 
 
 def _backward(
     make: Make | None, window: int | None, scale: float, residuals: Residuals, dout_BnHV: jax.Array
 ) -> tuple[jax.Array, Pair, Any, jax.Array | None, None]:
-    query_BnHK, own_kv, weights, sink_H, document_Bn, out_BnHV, log_sum_BGJn = residuals
+    query_BnHK, own_kv, weights, sink_H, document_BN, out_BnHV, log_sum_BGJn = residuals
     own = query_BnHK.shape[1]
     own_keys, pull_own = _pullback(make, weights, own_kv)
     query, dout, out = (by_group(x, own_keys[0]) for x in (query_BnHK, dout_BnHV, out_BnHV))
-    saved, documents = backward_inputs(dout, out, log_sum_BGJn), _all_documents(document_Bn)
+    saved = backward_inputs(dout, out, log_sum_BGJn)
     tile, (first, *others) = ring_of(context_ranks(), own, window, tiles.TILE)
     # in reverse order: XLA would merge hops with equal ones of the forward pass, and store their results until now
     others.reverse()
 
     def gradients(dquery: jax.Array, hop: Hop, keys: Pair, dkeys: Pair | None = None) -> tuple[jax.Array, Pair]:
         """Add the gradients of a hop to those of the queries, and to those of these keys and values so far."""
-        inputs = _hop_inputs(hop, query, keys, documents, tile, window, scale)
+        inputs = _hop_inputs(hop, query, keys, document_BN, tile, window, scale)
         total = accumulate_gradients(Gradients(dquery, *(dkeys or zero_gradients(inputs))), inputs, saved)
         return total.query_BnGJK, (total.key_BmGK, total.value_BmGV)
 
@@ -173,11 +173,6 @@ def _halves(hop: Hop) -> tuple[Hop, Hop]:
     return hop._replace(pairs_CP2=hop.pairs_CP2[:, :half]), hop._replace(pairs_CP2=hop.pairs_CP2[:, half:])
 
 
-def _all_documents(document_Bn: jax.Array | None) -> Int[Array, "B N"] | None:
-    """Return the document numbers of all ranks' tokens, rank by rank: small enough to gather instead of in hops."""
-    return None if document_Bn is None else all_gather_tokens(document_Bn)
-
-
 def _hop_inputs(
     hop: Hop,
     query_BnGJK: jax.Array,
@@ -193,8 +188,7 @@ def _hop_inputs(
     if hop.masked:
         positions = own_positions(own), positions_of(other, own)
     if document_BN is not None:
-        of_query, of_key = (jax.lax.dynamic_slice_in_dim(document_BN, own * each, own, 1) for each in (rank, other))
-        documents = of_query, of_key
+        documents = shard_of(rank, document_BN), shard_of(other, document_BN)
     # without it JAX would find the masks equal in all blocks, and compute those of all tiles before the scan over these
     pairs_P2, positions, query_BnGJK = jax.lax.optimization_barrier((pairs_P2, positions, query_BnGJK))
     return TileInputs(query_BnGJK, *keys, pairs_P2, positions, documents, tile, window, scale)

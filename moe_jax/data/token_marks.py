@@ -1,0 +1,47 @@
+"""Marks on the tokens of a batch: bits of an int32 above the token's index in the vocabulary.
+
+A batch with marks has the shape, the sharding and the order of one without them. Only steps whose config has
+`data.has_marks` receive marks and remove them.
+
+S sequences of N + 1 tokens = N1.
+"""
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Int
+from numpy.typing import NDArray
+
+FIRST = 1 << 30  # the first token of a document
+UNCOUNTED = 1 << 29  # the loss does not count the prediction of this token
+_INDEX = UNCOUNTED - 1  # a vocabulary has at most 2²⁴ tokens
+
+
+def mark_documents(token_SN1: NDArray[np.int32], end_of_text: int) -> None:
+    """Mark the first token of each document, in place: the one after an `end_of_text`.
+
+    The first token of a sequence needs no mark.
+    """
+    token_SN1[:, 1:][token_SN1[:, :-1] & _INDEX == end_of_text] |= FIRST
+
+
+def indices(token_BN: Int[Array, "B N"]) -> Int[Array, "B N"]:
+    """Return the tokens without marks."""
+    return token_BN & _INDEX
+
+
+def counted(target_BN: Int[Array, "B N"]) -> Bool[Array, "B N"]:
+    """Return which targets the loss counts.
+
+    The first token of a document does not count: it would be predicted from another document. The end of a text does.
+    """
+    return target_BN & (FIRST | UNCOUNTED) == 0
+
+
+def num_targets(token_SN1: NDArray[np.int32]) -> int:
+    """Return how many targets of these sequences the loss counts; at least 1."""
+    return max(int((token_SN1[:, 1:] & (FIRST | UNCOUNTED) == 0).sum()), 1)
+
+
+def documents(token_BN: Int[Array, "B N"]) -> Int[Array, "B N"]:
+    """Return the number of each token's document in its sequence, from 0."""
+    return jax.numpy.cumsum((token_BN & FIRST != 0).astype(jax.numpy.int32), axis=1)
