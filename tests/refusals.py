@@ -19,6 +19,46 @@ REFUSED = {
         "optimizer.zero=2 sums each part of a batch, which is not for the ticks of schedule.pipeline=1f1b, after "
         "which gradients are summed: use optimizer.zero=1"
     ),
+    "optimizer.name=sgd": "optimizer.name=sgd must be adamw, muon, lion or adafactor, or package.module:name",
+    "optimizer.name=moun": (
+        "optimizer.name=moun must be adamw, muon, lion or adafactor, or package.module:name: did you mean muon?"
+    ),
+    "optimizer.restarts=2 optimizer.schedule=linear": (
+        "optimizer.restarts=2 is of optimizer.schedule=cosine, and optimizer.schedule=linear: use "
+        "optimizer.schedule=cosine, or optimizer.restarts=0"
+    ),
+    "optimizer.restarts=20 train.steps=112": (
+        "optimizer.restarts=20 in the 12 steps of train.steps=112 after the warm-up leaves less than 2 steps between "
+        "two: use optimizer.restarts=5 or less"
+    ),
+    'optimizer.groups=[{"match":null,"weight_decay":2}]': "optimizer.groups[0].match=None must be text, not null",
+    'optimizer.groups=[{"match":"","weight_decay":2}]': (
+        "optimizer.groups[0].match is empty: name a part of a parameter's path, such as moe.router"
+    ),
+    'optimizer.groups=[{"match":"norm"},{"match":"(up"}]': (
+        "optimizer.groups[1].match=(up must be a regular expression: missing ), unterminated subpattern at position 0"
+    ),
+    'optimizer.groups=[{"match":"norm","learning_rate":2}]': (
+        "unknown setting optimizer.groups[0].learning_rate: did you mean learning_rate_factor? use that name"
+    ),
+    'optimizer.groups=[{"match":"norm","x":2}]': (
+        "unknown setting optimizer.groups[0].x: use match, learning_rate_factor or weight_decay"
+    ),
+    'optimizer.groups=[{"weight_decay":0}]': "optimizer.groups[0] has no match: set it, as in {match: …}",
+    "optimizer.groups=norm": (
+        "optimizer.groups[0]='norm' must be a section with keys match, learning_rate_factor, weight_decay"
+    ),
+    'optimizer.groups=[{"match":"norm","weight_decay":-1}]': (
+        "optimizer.groups[0].weight_decay=-1.0 must be at least 0 (or null)"
+    ),
+    "optimizer.momentum=0.9": (
+        "optimizer.momentum=0.9 is of optimizer muon, and optimizer.name=adamw: set optimizer.name=muon, or "
+        "optimizer.momentum=0.95"
+    ),
+    "optimizer.name=lion optimizer.eps=1e-6": (
+        "optimizer.eps=1e-06 is of optimizer adamw and muon, and optimizer.name=lion: set optimizer.name=adamw, or "
+        "optimizer.eps=1e-08"
+    ),
     "optimizer.beta2=1": "optimizer.beta2=1.0 must be at least 0 and below 1",
     "optimizer.final_fraction=1.5": "optimizer.final_fraction=1.5 must be at most 1",
     "data.validation_fraction=1": "data.validation_fraction=1.0 must lie between 0 and 1",
@@ -397,6 +437,15 @@ REFUSED = {
     "migration.enabled=true mesh.expert=2 migration.payback_steps=null migration.replicas=1": (
         "migration.replicas=1 with model.moe.capacity_factor=1.25, which pads copies as it pads experts: "
         "use model.moe.capacity_factor=null, or migration.replicas=0"
+    ),
+    "migration.enabled=true mesh.expert=2 model.moe.capacity_factor=null migration.replicas=2 "
+    "optimizer.moments_dtype=bfloat16": (
+        "migration.replicas=2 with optimizer.moments_dtype=bfloat16, which rounds the moments of copies apart: "
+        "use optimizer.moments_dtype=float32, or migration.replicas=0"
+    ),
+    "optimizer.name=adafactor optimizer.moments_dtype=bfloat16": (
+        "optimizer.moments_dtype=bfloat16 is of optimizer adamw, muon and lion, and optimizer.name=adafactor: set "
+        "optimizer.name=adamw, or optimizer.moments_dtype=float32"
     ),
     "migration.enabled=true mesh.expert=2 model.moe.capacity_factor=null migration.replicas=2 optimizer.zero=1": (
         "migration.replicas=2 with optimizer.zero=1, which cuts what copies sum: "

@@ -121,6 +121,8 @@ FIXED = {
     *("schedule.pipeline", "schedule.head_blocks", "mesh.experts_over_context", "log.trace_step"),
     *("tune.over", "migration.enabled", "model.moe.capacity_schedule", "train.skip_spikes"),
     *("model.latent.q_lora_rank", "model.attention.full_every"),
+    *(f"optimizer.{name}" for name in ("decay_fraction", "groups", "momentum")),
+    *("optimizer.newton_schulz_steps", "optimizer.newton_schulz_dtype"),
     *(
         f"model.moe.{name}"
         for name in ("n_group", "topk_group", "router_rank", "slots_per_expert", "shared_gate", "norm_top1_prob")

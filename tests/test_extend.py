@@ -10,9 +10,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from moe_jax.config import MoEConfig
+from moe_jax.config import MoEConfig, OptimizerConfig
 from moe_jax.config.plugins import load_part
 from moe_jax.config.validate.plugins import BUILT_IN_PARTS
 from moe_jax.config.yaml_io import load_config
@@ -30,6 +31,8 @@ from moe_jax.schedule.actions import ScheduleError
 from moe_jax.schedule.build import make_schedule, make_shape
 from moe_jax.schedule.dependencies import check
 from moe_jax.schedule.policies import POLICIES
+from moe_jax.step.optimizers import scale_of
+from moe_jax.step.optimizers.protocol import Parameter
 from tests.schedule.steps import nominal
 from tests.small import small_config
 from tests.step.gradients import assert_equals_reference
@@ -160,6 +163,58 @@ def test_an_error_in_another_file_of_the_user_names_that_file(tmp_path: Path, mo
 def test_settings_know_every_part() -> None:
     assert {*BUILT_IN_PARTS["exchange.algorithm"]} == {*EXCHANGES, "auto", "ragged"}
     assert {*BUILT_IN_PARTS["schedule.policy"]} == {*POLICIES}
+
+
+def signum(optimizer, parameters, platform):
+    return optax.chain(optax.trace(optimizer.momentum), optax.scale_by_sign())
+
+
+def of_another_type(optimizer, parameters, platform):
+    return optax.stateless(lambda updates, _: jax.tree.map(lambda x: x.astype(jnp.bfloat16), updates))
+
+
+def of_rows(optimizer, parameters, platform):
+    return optax.sm3(0.1)
+
+
+def fails(optimizer, parameters, platform):
+    return optax.trace(optimizer.beta)
+
+
+NO_FUNCTION = 3
+
+
+def test_an_optimizer_of_ones_own_keeps_its_moments_in_a_bad_step() -> None:
+    config = OptimizerConfig(name=f"{__name__}:signum", momentum=0.5)
+    up = {"up": jnp.float32([[1, -3]])}
+    made = scale_of(config)(config, {"up": Parameter(("model", "hidden"))}, "cpu")
+    updates, state = made.update(up, made.init(up), up, is_good=jnp.bool_(True))
+    assert updates["up"].tolist() == [[1, -1]]
+    _, after = made.update({"up": jnp.nan * up["up"]}, state, up, is_good=jnp.bool_(False))
+    assert after[0].trace["up"].tolist() == state[0].trace["up"].tolist() == [[1, -3]]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("NO_FUNCTION", " is of type int: name a function"),
+        ("signum", ""),
+        ("of_another_type", " makes {'up': ShapeDtypeStruct(shape=(4, 6), dtype=bfloat16)} of gradients "),
+        ("of_rows", " has float32[4] as [0].mu['up'][0]: use trees like the parameters"),
+        (
+            "fails",
+            " ends with AttributeError: 'OptimizerConfig' object has no attribute 'beta' (tests/test_extend.py, ",
+        ),
+    ],
+)
+def test_what_is_no_optimizer_is_refused(name: str, message: str) -> None:
+    config = OptimizerConfig(name=f"{__name__}:{name}")
+    if not message:
+        scale_of(config)
+        return
+    with pytest.raises(ConfigError) as error:
+        scale_of(config)
+    assert str(error.value).startswith(f"optimizer.name={__name__}:{name}{message}")
 
 
 def test_an_exchange_of_ones_own_is_refused_with_stages() -> None:

@@ -37,6 +37,11 @@ from moe_jax.schedule.pipelines import gpipe
 
 order = gpipe.order
 """,
+    "step/optimizers": """
+from moe_jax.step.optimizers import lion
+
+scale = lion.scale
+""",
     "parallel/reductions": """
 import jax
 

@@ -18,6 +18,7 @@ from jaxtyping import Array, UInt32
 from moe_jax.distributed.processes import allgather, allgather_rows
 from moe_jax.errors import EXIT_TRY_AGAIN, UserError
 from moe_jax.parallel.sharding import REPLICATED
+from moe_jax.parallel.word_hash import index_of, mix
 
 Digest = tuple[int, int]
 
@@ -89,27 +90,11 @@ def names_of(tree: Any) -> list[str]:
 def _digest(x: jax.Array) -> UInt32[Array, " 2"]:
     bits = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(x, _WORDS[x.dtype.itemsize])
     word = bits.astype(jnp.uint32)
-    index, zero = _index(word.shape), jnp.uint32(0)
-    terms = word * (2 * index + 1), _mix(word ^ _mix(index))
+    index, zero = index_of(word.shape), jnp.uint32(0)
+    terms = word * (2 * index + 1), mix(word ^ mix(index))
     # one reduction of both sums needs no temporary array; two would share terms as large as the array
     return jnp.stack(jax.lax.reduce(terms, (zero, zero), _add, tuple(range(word.ndim))))
 
 
 def _add(some: Sequence[jax.Array], others: Sequence[jax.Array]) -> list[jax.Array]:
     return [x + y for x, y in zip(some, others, strict=True)]
-
-
-def _index(shape: tuple[int, ...]) -> jax.Array:
-    """Return each element's index in the whole array, in row-major order, modulo 2³²."""
-    index, stride = jnp.zeros(shape, jnp.uint32), 1
-    for axis in reversed(range(len(shape))):
-        index += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride % 2**32)
-        stride *= shape[axis]
-    return index
-
-
-def _mix(word: jax.Array) -> jax.Array:
-    """Apply the final mixing of MurmurHash3 (Appleby): it is one-to-one, and every bit depends on all bits."""
-    word = (word ^ (word >> 16)) * jnp.uint32(0x85EBCA6B)
-    word = (word ^ (word >> 13)) * jnp.uint32(0xC2B2AE35)
-    return word ^ (word >> 16)

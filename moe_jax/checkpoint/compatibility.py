@@ -14,7 +14,7 @@ from moe_jax.errors import CheckpointError, ConfigError
 # Settings that cannot change when a run resumes: they define the meaning of its parameters, and the next tokens.
 _MODEL = ("model.",)
 # That the tokens are the same is checked by their checksums (run/identity.py), not by their path.
-_FIXED = (*_MODEL, "data.seq_len", "train.seed", "train.batch_size")
+_FIXED = (*_MODEL, "optimizer.name", "optimizer.moments_dtype", "data.seq_len", "train.seed", "train.batch_size")
 _FREE = {
     "model.moe.capacity_factor",
     "model.moe.capacity_schedule",
@@ -63,9 +63,10 @@ def _check_same(config: Config, saved: Config, run: Path, fixed: tuple[str, ...]
         free = free - {"model.moe.bias_update_rate"}
     for name, here, there in _differences(config, saved, ""):
         if name.startswith(fixed) and name not in free:
+            anew = f" with train.init_from={run}, where moments begin anew" if name.startswith("optimizer.") else ""
             raise CheckpointError(
                 f"{name}={here}, but the checkpoints in log.dir={run} have {name}={there}: "
-                f"use {name}={there}, or another log.dir"
+                f"use {name}={there}, or another log.dir{anew}"
             )
     if Stages.of(config).layout != Stages.of(saved).layout:
         here, there = (_stages_text(each) for each in (config, saved))

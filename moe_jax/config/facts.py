@@ -1,6 +1,6 @@
 """Declarations of built-in parts: plain values that settings, plans and schedules read without importing jax.
 
-A part is a gate, a dispatcher, an exchange and so on. It is one file, and its declaration is the file's `FACTS`, which
+A part is a gate, a dispatcher, an optimizer and so on. It is one file, and its declaration is the file's `FACTS`, which
 `config/registry.py` finds and reads. A part from another package (`package.module:name`) declares nothing: the defaults
 below apply to it.
 """
@@ -125,3 +125,27 @@ class PipelineFacts(Facts):
     needs_stages: bool = True  # False: the order also overlaps the parts of a batch on a single stage
     planned: tuple[int, ...] = ()  # the numbers of model chunks that the planner tries
     tried: int = _LAST  # the position among the orders that the planner tries; of equally fast ones the first wins
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerFacts(Facts):
+    """The declaration of a file in `step/optimizers/`, which defines `scale`.
+
+    Moments are arrays of a parameter's size that the state has for it.
+    """
+
+    settings: tuple[str, ...] = ()  # settings of optimizer that only the optimizers which list them here read
+    moments: int = 2
+    hidden_matrix_moments: int | None = None  # of matrices in blocks but a gate's; None: as many as others have
+    end_matrix_moments: int | None = None  # of the embedding and the head
+    orthogonalizes: bool = False  # Newton-Schulz iterations of those matrices in blocks
+
+    @property
+    def expert_moments(self) -> int:
+        """Moments of an expert's matrices."""
+        return self.moments if self.hidden_matrix_moments is None else self.hidden_matrix_moments
+
+    @property
+    def least_moments(self) -> int:
+        """The fewest moments of any parameter."""
+        return min(each for each in (self.moments, self.expert_moments, self.end_matrix_moments) if each is not None)

@@ -22,6 +22,7 @@ from moe_jax.config.facts import (
     Facts,
     GateFacts,
     HooksFacts,
+    OptimizerFacts,
     PipelineFacts,
     PolicyFacts,
     ReductionFacts,
@@ -174,6 +175,7 @@ REDUCTION_FACTS = Registry(
 )
 POLICY_FACTS = Registry("moe_jax.schedule.policies", PolicyFacts, lambda _: ("POLICY",))
 PIPELINE_FACTS = Registry("moe_jax.schedule.pipelines", PipelineFacts, lambda _: ("order",))
+OPTIMIZER_FACTS = Registry("moe_jax.step.optimizers", OptimizerFacts, lambda _: ("scale",))
 REGISTRIES: tuple[Registry[Any], ...] = (
     GATE_FACTS,
     DISPATCHER_FACTS,
@@ -182,4 +184,5 @@ REGISTRIES: tuple[Registry[Any], ...] = (
     REDUCTION_FACTS,
     POLICY_FACTS,
     PIPELINE_FACTS,
+    OPTIMIZER_FACTS,
 )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from moe_jax.config.facts import ExchangeFacts, GateFacts, PipelineFacts, PolicyFacts
+from moe_jax.config.facts import ExchangeFacts, GateFacts, OptimizerFacts, PipelineFacts, PolicyFacts
 from moe_jax.config.ranges import (
     ALONG_AXIS,
     ANY,
@@ -34,6 +34,7 @@ from moe_jax.config.registry import (
     EXCHANGE_FACTS,
     GATE_FACTS,
     NO_HOOKS,
+    OPTIMIZER_FACTS,
     PIPELINE_FACTS,
     POLICY_FACTS,
     REDUCTION_FACTS,
@@ -439,21 +440,59 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW with a learning-rate schedule, weight decay, and gradients clipped by their global norm."""
+class ParameterGroup:
+    """The learning rate and the decay of some parameters."""
 
+    match: str  # a regular expression that is found in the parameter's path, such as segments.0.0.moe.router
+    learning_rate_factor: float = 1.0  # of the learning rate; 0: these parameters stay as they are
+    weight_decay: float | None = None  # of all these arrays, vectors too; null: optimizer.weight_decay, of matrices
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The optimizer, with a learning-rate schedule, weight decay, and gradients clipped by their global norm."""
+
+    # muon, lion or adafactor, see docs/optimizers.md, or package.module:name of a function, see docs/extend.md
+    name: str = "adamw"
     learning_rate: float = number(1e-3, Range(0, LARGE))  # at the end of the warm-up
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    # after the warm-up: down in all steps as a cosine or a line, constant, or wsd: constant, then down as a line
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     warmup_steps: int = number(100, Range(0, ANY))  # before the first step at learning_rate
     final_fraction: float = number(0.1, Range(0, 1))  # of learning_rate, in the last step of train.steps
+    decay_fraction: float = number(0.2, Range(0, 1))  # of train.steps, at their end, in which wsd goes down
+    restarts: int = number(0, Range(0, PARTS))  # of cosine: times that it begins again, after equal numbers of steps
     beta1: float = number(0.9, Range(0, 1, below=True))
     beta2: float = number(0.95, Range(0, 1, below=True))
     eps: float = number(1e-8, Range(0, LARGE, above=True))
+    momentum: float = number(0.95, Range(0, 1, below=True))  # of muon's matrices
+    # muon's iterations that orthogonalize a matrix, and the type of their products' operands; auto: float32 on CPUs,
+    # else bfloat16
+    newton_schulz_steps: int = number(5, Range(1, 100))
+    newton_schulz_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     weight_decay: float = number(0.1, Range(0, LARGE))  # on matrices; vectors are not decayed
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: stored with stochastic rounding
+    # of each parameter the first one that matches, see docs/optimizers.md
+    groups: tuple[ParameterGroup, ...] = ()
     clip_norm: float | None = number(1.0, Range(0, FINITE, above=True))  # null: no clipping
     # what is sharded over the devices that have the same parameters (ZeRO): 0, nothing; 1, moments; 2, gradients, too:
     # with train.grad_accumulation the gradients of each part of a batch are summed over devices separately
     zero: Literal[0, 1, 2] = 0
+
+    @property
+    def facts(self) -> OptimizerFacts:
+        """The declared properties of the optimizer."""
+        return OPTIMIZER_FACTS.of(self.name)
+
+    def products_dtype(self, platform: str) -> str:
+        """Return the type of the operands of muon's iterations: bfloat16 where its products are faster, if `auto`."""
+        if self.newton_schulz_dtype != "auto":
+            return self.newton_schulz_dtype
+        return "float32" if platform == "cpu" else "bfloat16"
+
+    @property
+    def moment_bytes(self) -> int:
+        """The bytes of a number of a moment."""
+        return 2 if self.moments_dtype == "bfloat16" else 4
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -157,7 +157,10 @@ def _value(name: str, value: Any, hint: Any) -> Any:
         hint = next((each for each in options if typing.get_origin(each) is tuple), hint)
     if typing.get_origin(hint) is tuple:
         items = value if isinstance(value, list) else [value]
-        return tuple(_value(name, item, typing.get_args(hint)[0]) for item in items)
+        of_item = typing.get_args(hint)[0]
+        if dataclasses.is_dataclass(of_item):
+            return tuple(_item(f"{name}[{number}]", item, of_item) for number, item in enumerate(items))
+        return tuple(_value(name, item, of_item) for item in items)
     if typing.get_origin(hint) is Literal:
         allowed = typing.get_args(hint)
         if not any(value == each and type(value) is type(each) for each in allowed):  # true == 1 in Python
@@ -202,6 +205,24 @@ def _value(name: str, value: Any, hint: Any) -> Any:
         cure = ": did you mean auto?"
     kinds = " or ".join(expected[o] for o in options)
     raise ConfigError(f"{name}={_shown(value)} must be {kinds}, not {_kind(value)}{cure}")
+
+
+def _item(name: str, values: Any, kind: Any) -> Any:
+    """Return an item of a list of sections."""
+    hints = typing.get_type_hints(kind)
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{name}={_shown(values)} must be a section with keys {', '.join(hints)}")
+    for key in values:
+        if key not in hints:
+            near = difflib.get_close_matches(str(key)[:_MOST_SHOWN], hints, n=1)
+            *others, last = hints
+            cure = f"did you mean {near[0]}? use that name" if near else f"use {', '.join(others)} or {last}"
+            raise ConfigError(f"unknown setting {name}.{_short(str(key))}: {cure}")
+    missing = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
+    for key in missing:
+        if key not in values:
+            raise ConfigError(f"{name} has no {key}: set it, as in {{{key}: …}}")
+    return kind(**{key: _value(f"{name}.{key}", value, hints[key]) for key, value in values.items()})
 
 
 def _float(value: int) -> float:

@@ -77,7 +77,7 @@ def encode(
 
 
 def migrate(leaves: Leaves, rounds: TransferRounds, axis: Axes) -> Leaves:
-    """Return the leaves of stacks of experts after all rounds. All leaves have one dtype.
+    """Return the leaves of stacks of experts after all rounds; leaves of a smaller dtype are sent as the largest one.
 
     In each round a rank sends two experts, or one at half the ring, even if no rank stores them.
     """
@@ -139,7 +139,9 @@ def write_expert(leaves: Leaves, row: Index, slot: Index, expert: Float[Array, "
     sizes = [leaf[0, 0].size for leaf in leaves]
     parts = jnp.split(expert, np.cumsum(sizes)[:-1].tolist())
     return [
-        jax.lax.dynamic_update_slice(leaf, part.reshape(1, 1, *leaf.shape[2:]), _start(leaf, row, slot))
+        jax.lax.dynamic_update_slice(
+            leaf, part.reshape(1, 1, *leaf.shape[2:]).astype(leaf.dtype), _start(leaf, row, slot)
+        )
         for leaf, part in zip(leaves, parts, strict=True)
     ]
 

@@ -18,17 +18,19 @@ from moe_jax.config.validate import check_batch_split
 from moe_jax.errors import ConfigError
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.collective_costs import CollectiveCosts
-from moe_jax.plan.gradients import parts_of
+from moe_jax.plan.gradients import moment_bytes, parts_of
 from moe_jax.plan.measured import MeasuredTimes, read_times
+from moe_jax.plan.orthogonalizing import orthogonalizing_flops
 from moe_jax.plan.pipelined import PipelinedStep, parameters_by_group
 from moe_jax.plan.resources import train_flops_per_token
 from moe_jax.plan.simulate import Timeline
+from moe_jax.plan.stage_parameters import stage_parameters_of
 from moe_jax.plan.step_times import Step
 from moe_jax.schedule.shape import StepShape
 
 _PERIODS = 4  # simulated periods; up to twice as many if they differ
 _TOLERANCE = 0.02
-_UPDATE_BYTES = 28  # per parameter: gradient, parameter and both moments are read, three of them written
+_UPDATE_BYTES = 12  # per parameter: it and its gradient are read, and it is written
 _PARAMETER_BYTES = 4
 
 
@@ -197,9 +199,15 @@ def _measured(config: Config) -> MeasuredTimes:
 
 
 def update_seconds(config: Config, cluster: Cluster, collectives: CollectiveCosts) -> float:
-    """Seconds of the optimiser. With ZeRO each device updates its own shard of parameters, and shards are gathered."""
-    parts, updated, gathered_s = parts_of(config, config.mesh.sizes), 0.0, 0.0
+    """Seconds of the optimiser. With ZeRO each device updates its own shard of parameters, and shards are gathered.
+
+    Moments are read and written. Muon's iterations count by their products, without the time to send matrices.
+    """
+    mesh, device = config.mesh.sizes, cluster.device
+    parts, updated, gathered_s = parts_of(config, mesh), 0.0, 0.0
     for group, count in parameters_by_group(config):
         updated += count / parts[group]
         gathered_s += collectives.ring(count * (1 - 1 / parts[group]) * _PARAMETER_BYTES, group)
-    return _UPDATE_BYTES * updated / cluster.device.copied_bytes_per_s + gathered_s
+    moved = _UPDATE_BYTES * updated + 2 * moment_bytes(stage_parameters_of(config), config, mesh)
+    products_s = orthogonalizing_flops(config, mesh) / (device.matrix_flops_per_s * device.matrix_efficiency)
+    return moved / device.copied_bytes_per_s + products_s + gathered_s

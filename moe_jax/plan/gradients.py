@@ -101,6 +101,13 @@ def parts_of(config: Config, mesh: Mapping[str, int]) -> dict[DeviceGroup, int]:
     return _parts_of(_sharded_width(config), _Layout.of(config, mesh))
 
 
+def parts_by_owner(config: Config, mesh: Mapping[str, int]) -> dict[str, int]:
+    """The same by the axes that shard parameters, named as in `Owned`."""
+    parts, axes = parts_of(config, mesh), _Layout.of(config, mesh).axes_of_copies
+    owners = ("whole", "heads_and_hidden", "expert")
+    return {owner: parts[group_over(each, mesh)] for owner, each in zip(owners, axes, strict=True)}
+
+
 def _sharded_width(config: Config) -> int:
     return config.model.hidden_size if config.optimizer.zero else 1
 
@@ -122,6 +129,19 @@ def _most_dividing(width: int, sizes: tuple[int, ...]) -> int:
 def own_parameters(owned: Iterable[Owned], config: Config, mesh: Mapping[str, int]) -> float:
     """Parameters with optimizer moments on one device. ZeRO shards them over devices that have the same parameters."""
     return _own_parameters(tuple(owned), _sharded_width(config), _Layout.of(config, mesh))
+
+
+def moment_bytes(owned: Iterable[Owned], config: Config, mesh: Mapping[str, int]) -> int:
+    """Bytes of the optimizer's moments on one device. Adafactor's, of rows and columns, are not counted."""
+    owned, facts = tuple(owned), config.optimizer.facts
+    count = facts.moments * own_parameters(owned, config, mesh)
+    if facts.hidden_matrix_moments is not None:
+        hidden = own_parameters((each.hidden_matrices for each in owned), config, mesh)
+        count -= (facts.moments - facts.hidden_matrix_moments) * hidden
+    if facts.end_matrix_moments is not None:
+        ends = own_parameters((Owned(each.end_matrices) for each in owned), config, mesh)
+        count -= (facts.moments - facts.end_matrix_moments) * ends
+    return int(config.optimizer.moment_bytes * count)
 
 
 @functools.lru_cache(maxsize=2**14)

@@ -15,7 +15,7 @@ from moe_jax.plan.search import PlanSearch
 
 _LARGER = tuple(2**n for n in range(1, 13))  # factors for the number of devices
 _NODE = 8  # devices of most nodes
-_STATE_BYTES = 16  # per parameter at least: itself, its gradient and both moments
+_ITEM_BYTES = 4  # of a parameter, and of its gradient
 _SAVING = ("train.grad_accumulation", "schedule.remat", "optimizer.zero")
 _ALWAYS_SHOWN = ("data", "expert", "tensor")
 _SHORTER = (2, 4, 8)  # divisors for the sequence length
@@ -58,7 +58,9 @@ def _cure(search: PlanSearch) -> str:
     if closed and _fits_at_all(dataclasses.replace(search, draft=more_open)):
         return f"use {' '.join(f'{name}=auto' for name in closed)}"
     train, device = search.draft.train, search.cluster.device
-    state_bytes = _STATE_BYTES * count_parameters(search.draft.model).total
+    optimizer = search.draft.optimizer
+    each_bytes = 2 * _ITEM_BYTES + optimizer.moment_bytes * optimizer.facts.least_moments
+    state_bytes = each_bytes * count_parameters(search.draft.model).total
     for larger in _larger(search.cluster):
         if device.memory_bytes is not None and state_bytes > larger.devices * device.memory_bytes:
             continue

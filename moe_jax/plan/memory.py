@@ -1,11 +1,11 @@
 """Memory of each device that a training step takes, as XLA's buffer assignment counts it.
 
-The state (float32 parameters and AdamW's two moments) is there all the time and is exact; a step writes the new state
-over the old one. Other memory differs between the moments of a step, and the largest one counts:
+The state (float32 parameters and the optimizer's moments) is there all the time and is exact; a step writes the new
+state over the old one. Other memory differs between the moments of a step, and the largest one counts:
 - head: activations of all blocks (`plan/activation_memory.py`), logits and their gradient, the head's cast and
   gradient;
 - backward: the same activations, all gradients but the embedding's, which comes last, and the workspace of one block;
-- update: all gradients (`plan/gradient_memory.py`).
+- update: all gradients (`plan/gradient_memory.py`), and roughly what Muon's iterations need.
 
 XLA's `memory_analysis()` reports the total as argument + temporary + result − aliased bytes. Memory that a compiler
 uses beyond that is not derived: `plan/compilers.py` has what was observed. Pipelines are in `plan/pipelined_memory.py`.
@@ -20,7 +20,8 @@ from moe_jax.errors import ConfigError
 from moe_jax.plan.activation_memory import DeviceSizes, Mode, mode_of, sizes_of, stored_bytes
 from moe_jax.plan.compilers import COMPILERS
 from moe_jax.plan.gradient_memory import gradient_memory
-from moe_jax.plan.gradients import own_parameters
+from moe_jax.plan.gradients import moment_bytes, own_parameters
+from moe_jax.plan.orthogonalizing import orthogonalizing_bytes
 from moe_jax.plan.pipelined_memory import pipelined_memory
 from moe_jax.plan.resources import owned_parameters, parameters_per_device
 from moe_jax.plan.stage_parameters import stage_parameters_of
@@ -60,7 +61,7 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
             "gradients": gradients.backward,
             "working": working_bytes(config, sizes, compiler, mode, mesh, model.num_layers),
         },
-        "update": {"gradients": gradients.update},
+        "update": {"gradients": gradients.update, "working": orthogonalizing_bytes(config, platform, mesh)},
     }
     moment: Moment = max(moments, key=lambda name: sum(moments[name].values()))
     gaps = compiler.scheduled_gaps if facts.orders_tasks else compiler.gaps
@@ -68,7 +69,7 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
     return StepMemory(
         moment=moment,
         parameters=4 * count,
-        optimizer=int(8 * own_parameters(owned_parameters(model), config, mesh)),
+        optimizer=moment_bytes(owned_parameters(model), config, mesh),
         batch=int(4 * sizes.sequences * config.train.grad_accumulation * (config.data.seq_len + 1)),
         **parts,
         lost=int((gaps - 1) * sum(parts.values())) + compiler.reserved_bytes,
@@ -93,7 +94,8 @@ def least_bytes(config: Config, platform: str) -> float:
     own = own_parameters(owned, config, config.mesh.sizes)
     gradients = parameters if has_ticks or config.optimizer.zero == 0 else 4 * (own + own)  # a shard, and its update
     # moments and gradients are rounded down
-    return parameters + 8 * own - 1 + gradients - 1 + COMPILERS[platform].reserved_bytes
+    moments = moment_bytes(owned, config, config.mesh.sizes)
+    return parameters + moments - 1 + gradients - 1 + COMPILERS[platform].reserved_bytes
 
 
 def _stored_by_blocks(config: Config, sizes: DeviceSizes, mode: Mode, in_products: float) -> float:

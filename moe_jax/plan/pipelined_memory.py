@@ -16,7 +16,7 @@ from moe_jax.config.layer_layout import Stages
 from moe_jax.config.registry import PIPELINE_FACTS
 from moe_jax.plan.activation_memory import deferred_bytes, mode_of, sizes_of, stored_bytes
 from moe_jax.plan.compilers import COMPILERS
-from moe_jax.plan.gradients import own_parameters, params_by_group
+from moe_jax.plan.gradients import moment_bytes, params_by_group
 from moe_jax.plan.stage_parameters import stage_parameters_of
 from moe_jax.plan.step_memory import TEMPORARIES, Moment, StepMemory
 from moe_jax.plan.workspace_memory import head_bytes, working_bytes
@@ -71,16 +71,11 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
     return StepMemory(
         moment=moment,
         parameters=4 * count,
-        optimizer=moment_bytes(config, mesh),
+        optimizer=moment_bytes(params, config, mesh),
         batch=int(4 * sizes.sequences * parts * (config.data.seq_len + 1)),
         **found,
         lost=compiler.reserved_bytes,
     )
-
-
-def moment_bytes(config: Config, mesh: Mapping[str, int]) -> int:
-    """Bytes of both moments, the only memory of a step with ticks that ZeRO shards."""
-    return int(8 * own_parameters(stage_parameters_of(config), config, mesh))
 
 
 @functools.lru_cache(maxsize=64)

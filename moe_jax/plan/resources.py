@@ -76,14 +76,25 @@ class Owned(NamedTuple):
     expert: int = 0  # sharded over expert and tensor ranks
     expert_whole: int = 0  # sharded over expert ranks
     biases: int = 0  # those in `whole` that gradients do not update, so that they have no moments
+    whole_matrices: int = 0  # those in `whole` that are matrices of a block, but a gate's
+    sharded_vectors: int = 0  # those in `heads_and_hidden` that are vectors
+    expert_vectors: int = 0  # those in `expert` that are vectors
+    end_matrices: int = 0  # those in `whole` of the embedding and the head
+
+    @property
+    def hidden_matrices(self) -> "Owned":
+        """The matrices of blocks, but a gate's."""
+        sharded, expert = self.heads_and_hidden - self.sharded_vectors, self.expert - self.expert_vectors
+        return Owned(self.whole_matrices, sharded, expert)
 
 
 @functools.lru_cache(maxsize=256)
 def owned_parameters(model: ModelConfig) -> tuple[Owned, ...]:
     """Parameters of the embedding, each block, and the head with the last norm. A tied head is the embedding's."""
     d, table, of_kind = model.hidden_size, model.hidden_size * model.vocab_size, owned_by_kind(model)
-    head = Owned(d + (0 if model.tie_word_embeddings else table))
-    return (Owned(table), *(of_kind[kind] for kind in model.block_kinds), head)
+    own_head = 0 if model.tie_word_embeddings else table
+    head = Owned(d + own_head, end_matrices=own_head)
+    return (Owned(table, end_matrices=table), *(of_kind[kind] for kind in model.block_kinds), head)
 
 
 def owned_by_kind(model: ModelConfig) -> dict[str, Owned]:
@@ -93,14 +104,17 @@ def owned_by_kind(model: ModelConfig) -> dict[str, Owned]:
     dense, shared = _mlp(model, model.intermediate_size), _mlp(model, moe.intermediate_size * moe.num_shared_experts)
     experts = moe.num_experts
     always, sharded = 2 * d + attention.whole_matrices + attention.whole_vectors, attention.sharded
+    common = {"whole_matrices": attention.whole_matrices, "sharded_vectors": attention.sharded_vectors}
     return {
-        "dense": Owned(always, sharded + dense.total),
+        "dense": Owned(always, sharded + dense.total, **common),
         "moe": Owned(
             always + _gate(model).total,
             sharded + shared.total + (dense.total if moe.dense_residual else 0),
             experts * expert.sharded + experts * expert.whole_matrices,
             experts * expert.whole_vectors,
             experts if SCORE_BIAS.name in gate_parameters(model) else 0,
+            **common,
+            expert_vectors=experts * expert.sharded_vectors,
         ),
     }
 

@@ -26,9 +26,10 @@ from moe_jax.plan.candidates import (
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.estimate import Estimate, estimate
 from moe_jax.plan.forward import best_ranges
+from moe_jax.plan.gradients import moment_bytes
 from moe_jax.plan.least_time import least_step_s
 from moe_jax.plan.memory import StepMemory, least_bytes, step_memory
-from moe_jax.plan.pipelined_memory import moment_bytes
+from moe_jax.plan.stage_parameters import stage_parameters_of
 from moe_jax.plan.tensor_forms import tensor_forms
 
 _MEMORY_LEFT = 0.06  # share of a device's memory for the runtime and errors of the estimate
@@ -277,7 +278,9 @@ class PlanSearch:
         others = tuple(value for name, value in sections_of(config).items() if name != "optimizer")
         if others not in self._with_ticks:
             self._with_ticks[others] = step_memory(config, self.cluster.device.platform, mesh)
-        return dataclasses.replace(self._with_ticks[others], optimizer=moment_bytes(config, mesh))
+        # the only memory of a step with ticks that ZeRO shards
+        moments = moment_bytes(stage_parameters_of(config), config, mesh)
+        return dataclasses.replace(self._with_ticks[others], optimizer=moments)
 
     def fits(self, memory: StepMemory) -> bool:
         return self._has_room(memory.total)

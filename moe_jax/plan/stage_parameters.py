@@ -63,6 +63,6 @@ def _stage_parameters(stages: Stages) -> StageParameters:
     ]
     totals = ([count * number for number in of_kind[kind]] for kind, count in blocks)
     return StageParameters(
-        ends=Owned(embedding.whole + head.whole),
+        ends=Owned(embedding.whole + head.whole, end_matrices=embedding.end_matrices + head.end_matrices),
         blocks=Owned(*map(sum, zip(*totals, strict=True))),
     )

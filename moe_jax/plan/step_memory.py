@@ -13,12 +13,12 @@ class StepMemory:
 
     moment: Moment
     parameters: int
-    optimizer: int  # both moments
+    optimizer: int  # moments
     batch: int
     activations: int  # stored for the backward pass
     gradients: int
     head: int  # logits and their gradient
-    working: int  # workspace of a block's backward pass, its exchanges included
+    working: int  # workspace of a block's backward pass, its exchanges included, or of an update
     lost: int  # gaps between buffers, and memory that the compiler reserves
 
     @property

@@ -6,8 +6,6 @@ from moe_jax.config import Config
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.step_times import Step
 
-_ARRAYS_PER_WEIGHT = 3  # arrays of a gradient's size that are moved: weights and both moments
-
 
 class MigrationCosts(NamedTuple):
     """Predicted times in seconds."""
@@ -26,7 +24,8 @@ def migration_costs(config: Config, cluster: Cluster, expert_bytes: float) -> Mi
     """
     step = Step(config, cluster)
     send_s = step.collectives.send(expert_bytes, step.experts)
-    sent_bytes = 2 * (1 - 1 / step.experts.ranks) * expert_bytes / _ARRAYS_PER_WEIGHT
+    moved_arrays = 1 + config.optimizer.facts.expert_moments  # of a gradient's size
+    sent_bytes = 2 * (1 - 1 / step.experts.ranks) * expert_bytes / moved_arrays
     sum_s = step.collectives.ring(sent_bytes, step.experts, "all_reduce")
     if config.model.moe.capacity_factor is not None:
         return MigrationCosts(send_s, 0.0, sum_s)

@@ -77,11 +77,10 @@ class Mover:
         return compiled(self.lowered(group))
 
     def expert_bytes(self, group: Group) -> int:
-        """Return the bytes of one expert on one device, moments included."""
+        """Return the bytes that one expert on one device is sent as, moments included."""
         local = [shape.sharding.shard_shape(shape.shape) for shape in self._shapes[group]]
-        return sum(
-            int(np.prod(x[2:])) * shape.dtype.itemsize for x, shape in zip(local, self._shapes[group], strict=True)
-        )
+        largest = max(shape.dtype.itemsize for shape in self._shapes[group])
+        return largest * sum(int(np.prod(x[2:])) for x in local)
 
     def rounds(self, moves_M: Sequence[Sequence[Move]]) -> dict[Group, tuple[TransferRound, ...]]:
         """Return the rounds in which the moves of all blocks are made, for each stack."""

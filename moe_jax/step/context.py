@@ -47,15 +47,16 @@ class StepContext:
     @classmethod
     def of(cls, config: Config, mesh: Mesh) -> "StepContext":
         """Build the context for a config on a mesh. Raises ConfigError."""
-        dims = param_dims(config.model)
+        dims, compute = param_dims(config.model), ComputeConfig.of(config, mesh)
+        specs, cuts = partitions(dims, expert_axis(config.mesh)), state_cuts(config, mesh)
         return cls(
             config=config,
-            compute=ComputeConfig.of(config, mesh),
+            compute=compute,
             stages=Stages.of(config),
             dims=dims,
-            specs=partitions(dims, expert_axis(config.mesh)),
-            cuts=state_cuts(config, mesh),
-            optimizer=make_optimizer(config, dims),
+            specs=specs,
+            cuts=cuts,
+            optimizer=make_optimizer(config, dims, zero.shard_partition_specs(cuts, specs), compute.platform),
         )
 
     @property

@@ -22,7 +22,7 @@ from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.parallel.trees import Grads, Params
 from moe_jax.step.context import State, StepContext
 from moe_jax.step.losses import Metrics
-from moe_jax.step.optimizer import unless_bad
+from moe_jax.step.optimizers.protocol import unless_bad
 
 Placement = dict[str, jax.Array]
 

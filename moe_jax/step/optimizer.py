@@ -1,10 +1,11 @@
-"""AdamW with warm-up and decay of the learning rate, and no weight decay for vectors."""
+"""The optimizer of a config: updates by one of `optimizers/`, weight decay, and the learning rate of each step."""
 
+import itertools
 from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from moe_jax.config import Config
 from moe_jax.models.parameters import param_dims, param_shapes
@@ -12,6 +13,10 @@ from moe_jax.parallel.mesh import expert_axis
 from moe_jax.parallel.sharding import REPLICATED, Dims, map_dims, partitions
 from moe_jax.parallel.trees import Cuts, ParamDims, Params, Specs, Tree
 from moe_jax.parallel.zero import ShardSpec, cuts_of, no_cuts
+from moe_jax.step.moments_dtype import in_bfloat16
+from moe_jax.step.optimizers import scale_of
+from moe_jax.step.optimizers.protocol import Parameter
+from moe_jax.step.parameter_groups import group_factors, with_decay
 from moe_jax.step.router_bias import score_biases
 
 
@@ -21,61 +26,61 @@ def learning_rate(config: Config) -> optax.Schedule:
     With W = `warmup_steps`, step 0 has 1/(W + 1) of the peak, step W has the peak, and the last step of `train.steps`
     has `final_fraction` of it (or the peak, if no step follows W). Later steps keep the last value.
     """
-    settings, steps = config.optimizer, config.train.steps
+    settings, warmup_steps = config.optimizer, config.optimizer.warmup_steps
     peak, end = settings.learning_rate, settings.learning_rate * settings.final_fraction
-    decay_steps = max(1, steps - 1 - settings.warmup_steps)
-    decay = {
-        "cosine": optax.cosine_decay_schedule(peak, decay_steps, alpha=settings.final_fraction),
-        "linear": optax.linear_schedule(peak, end, decay_steps),
-        "constant": optax.constant_schedule(peak),
-    }[settings.schedule]
+    last = config.train.steps - 1
+    decay_steps = max(1, last - warmup_steps)
+    starts: list[int] = [warmup_steps]
+    if settings.schedule == "cosine":  # with restarts: Loshchilov and Hutter 2017, section 3, in equal cycles
+        cycles = settings.restarts + 1
+        starts = [warmup_steps + cycle * (decay_steps + 1) // cycles for cycle in range(cycles)]
+        lengths = [after - first for first, after in itertools.pairwise([*starts, warmup_steps + decay_steps + 1])]
+        decays = [optax.cosine_decay_schedule(peak, each - 1, alpha=settings.final_fraction) for each in lengths]
+    elif settings.schedule == "wsd":  # warm-up, stable, decay: Hu et al. 2024, section 4
+        first = max(warmup_steps, last - round(settings.decay_fraction * config.train.steps))
+        starts += [first]
+        decays = [optax.constant_schedule(peak), optax.linear_schedule(peak, end, max(1, last - first))]
+    elif settings.schedule == "linear":
+        decays = [optax.linear_schedule(peak, end, decay_steps)]
+    else:
+        decays = [optax.constant_schedule(peak)]
     # a warm-up from 0 would waste the first step
-    warmup = optax.linear_schedule(peak / (settings.warmup_steps + 1), peak, settings.warmup_steps)
-    return optax.join_schedules([warmup, decay], [settings.warmup_steps])
+    warmup = optax.linear_schedule(peak / (warmup_steps + 1), peak, warmup_steps)
+    return optax.join_schedules([warmup, *decays], starts)
 
 
-def make_optimizer(config: Config, dims: ParamDims) -> optax.GradientTransformationExtraArgs:
-    """Return AdamW, equivalent to `optax.adamw`. `dims` names each parameter's dimensions: matrices decay, stacks of
-    vectors do not.
+def make_optimizer(
+    config: Config, dims: ParamDims, specs: Specs | None = None, platform: str = "cpu"
+) -> optax.GradientTransformationExtraArgs:
+    """Return the optimizer of a config: what its name stands for, decay of matrices, and the learning rate.
 
-    Its update also takes `is_good`, which is false for a bad step: moments then stay unchanged. Score biases are not
-    optimized here and have no moments.
+    `dims` names each parameter's dimensions, and `specs` says how gradients and moments are sharded over devices (None:
+    they are not). The update also takes `is_good`, which is false for a bad step: moments then stay unchanged. Score
+    biases are not optimized here and have no moments.
     """
-    settings = config.optimizer
-    is_matrix = map_dims(_is_matrix, dims)
-    adamw = optax.chain(
-        _scale_by_adam(settings.beta1, settings.beta2, settings.eps),
-        optax.add_decayed_weights(settings.weight_decay, is_matrix),
+    settings, is_bias = config.optimizer, score_biases(dims)
+    known = _known(dims, specs)
+    learned = jax.tree.map(lambda parameter, bias: optax.MaskedNode() if bias else parameter, known, is_bias)
+    rule = optax.chain(
+        scale_of(settings)(settings, learned, platform),
+        with_decay(*group_factors(settings, learned)),
         optax.scale_by_learning_rate(learning_rate(config)),
     )
-    learned = jax.tree.map(lambda is_bias: not is_bias, score_biases(dims))
-    return adamw if all(jax.tree.leaves(learned)) else optax.masked(adamw, learned)
+    if settings.moments_dtype == "bfloat16":
+        rule = in_bfloat16(rule, learned, updates_done)
+    is_learned = jax.tree.map(lambda bias: not bias, is_bias)
+    return rule if all(jax.tree.leaves(is_learned)) else optax.masked(rule, is_learned)
 
 
-def _scale_by_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformationExtraArgs:
-    """`optax.scale_by_adam`, except that moments do not change in a bad step.
+def _known(dims: ParamDims, specs: Specs | None) -> Tree:
+    """Return a `Parameter` for each array."""
 
-    If the moments were selected after the whole update, XLA would copy all of them: the selection would read the old
-    moments after they are overwritten.
-    """
-    adam = optax.scale_by_adam(b1, b2, eps)
+    def known(path: tuple[Any, ...], own: Dims, spec: PartitionSpec) -> Parameter:
+        return Parameter(own, spec, is_gate=len(path) > 1 and path[-2] == jax.tree_util.DictKey("moe"))
 
-    def update(
-        grads: optax.Updates, state: optax.OptState, params: optax.Params | None = None, *, is_good: jax.Array, **_: Any
-    ) -> tuple[optax.Updates, optax.OptState]:
-        moved = adam.update(grads, state, params)[1]
-        mu, nu = unless_bad(is_good, (moved.mu, moved.nu), (state.mu, state.nu))
-        mean = optax.tree_utils.tree_bias_correction(mu, b1, moved.count)
-        square = optax.tree_utils.tree_bias_correction(nu, b2, moved.count)
-        updates = jax.tree.map(lambda m, v: m / (jax.numpy.sqrt(v) + eps), mean, square)
-        return updates, moved._replace(mu=mu, nu=nu)
-
-    return optax.GradientTransformationExtraArgs(adam.init, update)
-
-
-def unless_bad(is_good: jax.Array, new: Tree, old: Tree) -> Tree:
-    """Return the new tree, or the old one, bit for bit, if the step is bad."""
-    return jax.tree.map(lambda n, o: jax.numpy.where(is_good, n, o), new, old)
+    if specs is None:
+        specs = map_dims(lambda _: REPLICATED, dims)
+    return jax.tree.map_with_path(known, dims, specs, is_leaf=lambda leaf: isinstance(leaf, tuple))
 
 
 def with_counts_unless_bad(is_good: jax.Array, new: optax.OptState, old: optax.OptState) -> optax.OptState:
@@ -85,31 +90,26 @@ def with_counts_unless_bad(is_good: jax.Array, new: optax.OptState, old: optax.O
     return jax.tree.map(lambda n, o: n if n.ndim else jax.numpy.where(is_good, n, o), new, old)
 
 
-def _is_matrix(dims: Dims) -> bool:
-    """Whether an array maps one space to another. Heads and their width count as one dimension; layers and experts do
-    not count.
-    """
-    return len({"head" if "heads" in name else name for name in dims} - {"layers", "experts"}) > 1
-
-
 def state_partitions(optimizer: optax.GradientTransformation, params: Params, specs: Specs) -> Tree:
-    """Return the PartitionSpecs of the optimizer state: moments are sharded like their parameters, counters are
-    replicated.
+    """Return the PartitionSpecs of the optimizer state: moments are sharded like their parameters, and replicated in
+    dimensions that they do not have; counters are replicated.
     """
-    state = jax.eval_shape(optimizer.init, params)
-    return optax.tree_utils.tree_map_params(
-        optimizer,
-        lambda moment, spec: moment if _is_missing(moment) else spec,
-        state,
-        specs,
-        transform_non_params=lambda _: REPLICATED,
-        is_leaf=_is_missing,
-    )
+    of_path = {
+        path: (leaf.shape, spec)
+        for (path, leaf), spec in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(specs), strict=True)
+    }
 
+    def of_array(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> PartitionSpec:
+        found = next((of_path[path[first:]] for first in range(len(path)) if path[first:] in of_path), None)
+        if found is None:
+            return REPLICATED
+        shape, spec = found
+        return PartitionSpec(
+            *(None if own != whole else axes for own, whole, axes in zip(x.shape, shape, spec, strict=True))
+        )
 
-def _is_missing(moment: Any) -> bool:
-    """Whether a parameter has no moment."""
-    return isinstance(moment, optax.MaskedNode)
+    partitions: Tree = jax.tree.map_with_path(of_array, jax.eval_shape(optimizer.init, params))
+    return partitions
 
 
 def state_cuts(config: Config, mesh: Mesh) -> Cuts:

@@ -32,7 +32,8 @@ from moe_jax.step import fault_injection
 from moe_jax.step.context import State, StepContext, StepInputs
 from moe_jax.step.expert_placement import experts_here, slots_of, with_copies_summed, with_load_added
 from moe_jax.step.losses import Metrics, ObjectiveParts, metrics_of, parts_of
-from moe_jax.step.optimizer import clip_factor, learning_rate, unless_bad, updates_done, with_counts_unless_bad
+from moe_jax.step.optimizer import clip_factor, learning_rate, updates_done, with_counts_unless_bad
+from moe_jax.step.optimizers.protocol import unless_bad
 from moe_jax.step.router_bias import with_moved_biases
 
 Gradients = Callable[[Params, StepInputs, StepContext], tuple[Grads, ObjectiveParts]]

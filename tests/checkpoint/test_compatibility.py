@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moe_jax.checkpoint.compatibility import check_same_model
-from moe_jax.config import Config
+from moe_jax.config import Config, OptimizerConfig
 from moe_jax.config.renamed import RENAMED, RENAMED_VALUES
 from moe_jax.errors import CheckpointError
 
@@ -25,6 +25,18 @@ def test_a_checkpoint_with_old_names_of_settings_is_of_the_same_model() -> None:
     check_same_model(config, saved, Path("run"), step=3)
     with pytest.raises(CheckpointError, match=r"settings of another version \(unknown setting model\.width"):
         check_same_model(config, saved | {"model": saved["model"] | {"width": 3}}, Path("run"), step=3)
+
+
+def test_another_optimizer_is_refused_with_a_way_to_keep_the_parameters() -> None:
+    saved = json.loads(json.dumps(dataclasses.asdict(Config(optimizer=OptimizerConfig(name="muon")))))
+    with pytest.raises(CheckpointError) as refusal:
+        check_same_model(Config(), saved, Path("run"), step=3)
+    assert str(refusal.value) == (
+        "optimizer.name=adamw, but the checkpoints in log.dir=run have optimizer.name=muon: use optimizer.name=muon, "
+        "or another log.dir with train.init_from=run, where moments begin anew"
+    )
+    del saved["optimizer"]["name"]  # of a version that had no other optimizer than AdamW
+    check_same_model(Config(), saved, Path("run"), step=3)
 
 
 def test_old_values_are_of_settings_that_exist() -> None:

@@ -61,6 +61,11 @@ OTHER = {
     },
     "migration.md": {"| | |": "tests/test_balance_results.py", "| | measured |": "tests/test_balance_results.py"},
     "models.md": {"| settings |": SETTING, "| product |": SETTING},
+    "optimizers.md": {
+        "| `optimizer.name` |": SETTING,
+        "| `optimizer.schedule` |": SETTING,
+        "| | 0.0001 |": "tests/step/test_optimizers.py",
+    },
     "pipelines.md": {
         "| schedule |": SETTING,
         "| | step, s |": "tests/test_pipeline_results.py",

@@ -133,13 +133,17 @@ def others(device: jax.Array, axes: tuple[Axis, ...], ranks: int) -> dict[str, A
     pipeline = jax.lax.axis_size(Axis.PIPELINE)
     swaps = [[(stage, 0, *SWAPS[shift], True, True) for stage in range(pipeline)] for shift in SWAPS]
     trips = jax.tree.map(jnp.asarray, encode(list(zip(SWAPS, swaps, strict=True)), len(SWAPS), pipeline, ranks, HELD))
+    # of another type, as bfloat16 moments are
+    migrated, moments = migrate([expert_11L1, expert_11L1.astype(jnp.bfloat16)], trips, axes)
+    assert moments.dtype == jnp.bfloat16
     return {
         "permuted": permuted(device + 1, axes, backwards),
         "rank": jax.lax.axis_index(axes),
         "sizes": ragged.gather_sizes(count_E, axes),
         "lane": lanes[0],
         "rows": ragged.from_lanes(*lanes, one_PE, ranks, axes, "cpu"),
-        "migrated": migrate([expert_11L1], trips, axes)[0],
+        "migrated": migrated,
+        "moments migrated": moments.astype(jnp.float32),
         "copies": all_reduce_replicated_experts([expert_11L1], copied(ranks), HELD * ranks - 1, axes, "cpu", [])[0],
     }
 
@@ -164,7 +168,8 @@ def check_others(made: dict[str, np.ndarray], device_GP: np.ndarray) -> None:
     moved_GS = slot_GS.copy()
     for first, second in SWAPS.values():
         moved_GS[:, [first, second]] = moved_GS[:, [second, first]]
-    np.testing.assert_array_equal(made["migrated"].reshape(slot_GS.shape), moved_GS)
+    for name in ("migrated", "moments migrated"):
+        np.testing.assert_array_equal(made[name].reshape(slot_GS.shape), moved_GS)
     summed_GS = slot_GS.copy()
     summed_GS[:, 0] = summed_GS[:, -1] = slot_GS[:, 0] + slot_GS[:, -1]
     np.testing.assert_array_equal(made["copies"].reshape(slot_GS.shape), summed_GS)

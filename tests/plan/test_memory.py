@@ -14,6 +14,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.extend.core import jaxprs_in_params
 
 from moe_jax.config import Config, LatentConfig, MeshConfig, OptimizerConfig
+from moe_jax.config.registry import OPTIMIZER_FACTS
 from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import ConfigError
 from moe_jax.models import transformer
@@ -154,6 +155,26 @@ def test_biases_that_no_gradient_moves_have_no_moments(moe: dict[str, Any], zero
     state = make_trainer(config, make_mesh(config.mesh)).state_shapes["optimizer"]
     arrays = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(state) if leaf.ndim]
     assert step_memory(config, "cpu").optimizer == sum(4 * math.prod(shape) for shape in arrays)
+
+
+@pytest.mark.parametrize(
+    ("zero", "settings"),
+    [(1, {}), (0, {"model": _LATENT, "gate": "xmoe", "bias": True, "num_shared_experts": 1, "shared_gate": True})],
+)
+def test_each_optimizer_has_the_moments_that_it_declares(zero: Literal[0, 1], settings: dict[str, Any]) -> None:
+    """Adafactor has few more: means over rows and columns."""
+    config, bytes_of = config_of((2, 2, 2), moe_layer_freq=2, **settings), {}
+    for name, facts in OPTIMIZER_FACTS.items():
+        # bfloat16 where it is read, for one of the models
+        dtype = "bfloat16" if zero and "moments_dtype" in facts.settings else "float32"
+        optimizer = OptimizerConfig(name=name, zero=zero, moments_dtype=dtype)
+        own = dataclasses.replace(config, optimizer=optimizer)
+        state = make_trainer(own, make_mesh(own.mesh)).state_shapes["optimizer"]
+        arrays = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]
+        bytes_of[name] = sum(x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in arrays)
+        missed = bytes_of[name] - step_memory(own, "cpu").optimizer
+        assert missed == 0 or (name == "adafactor" and 0 < missed < 0.2 * bytes_of["adamw"]), name
+    assert bytes_of["adafactor"] < 0.2 * bytes_of["adamw"] < bytes_of["lion"] < bytes_of["muon"] < bytes_of["adamw"]
 
 
 def test_what_saves_memory_does_so_in_the_model() -> None:

@@ -15,6 +15,7 @@ from moe_jax.config.validate.mesh import (
 from moe_jax.config.validate.messages import nearest_multiples
 from moe_jax.config.validate.migration import check_migration
 from moe_jax.config.validate.model import check_model
+from moe_jax.config.validate.optimizer import check_optimizer
 from moe_jax.config.validate.paths import check_paths, plain_setting
 from moe_jax.config.validate.pipeline import check_pipeline
 from moe_jax.config.validate.plugins import check_parts
@@ -47,6 +48,7 @@ def check_config(config: Sections) -> None:
     check_pipeline(config)
     check_schedule(config)
     check_exchange(config)
+    check_optimizer(config.optimizer, config.train.steps)
     check_training(config)
     check_attention_kernel(config)
     check_tune(config)

@@ -6,7 +6,7 @@ import math
 
 from moe_jax.config.registry import DISPATCHER_FACTS, GATE_FACTS
 from moe_jax.config.sections import MoEConfig
-from moe_jax.config.validate.messages import divisors_text
+from moe_jax.config.validate.messages import all_of, divisors_text
 from moe_jax.config.validate.ranges import RANGES
 from moe_jax.errors import ConfigError
 
@@ -20,7 +20,7 @@ def check_gate(moe: MoEConfig) -> None:
         gates = _gates_reading(name)
         if gates and value != unset and moe.gate not in gates:
             raise ConfigError(
-                f"model.moe.{name}={value} is of gate {_all(gates)}, and model.moe.gate={moe.gate}: "
+                f"model.moe.{name}={value} is of gate {all_of(gates)}, and model.moe.gate={moe.gate}: "
                 f"set model.moe.gate={gates[-1]}, or model.moe.{name}={'null' if unset is None else unset}"
             )
     if moe.gate_facts.group_scorers is not None:
@@ -90,10 +90,6 @@ def _check_capacity_schedule(moe: MoEConfig) -> None:
             f"{text} changes a capacity that there is not with model.moe.{name}={value}: set another, or "
             "model.moe.capacity_schedule=[]"
         )
-
-
-def _all(names: tuple[str, ...]) -> str:
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _check_groups(moe: MoEConfig, scorers: int) -> None:

@@ -9,6 +9,11 @@ def nearest_multiples(number: int, unit: int) -> str:
     return " or ".join(str(n) for n in (lower, lower + unit) if n)
 
 
+def all_of(names: tuple[str, ...]) -> str:
+    """Return the names in words: "a, b and c"."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
 def divisors_text(n: int) -> str:
     """Return the divisors of `n`: "1, 2 or 4" for 4."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]

@@ -41,6 +41,11 @@ def check_migration(config: Sections) -> None:
             f"migration.replicas={settings.replicas} with model.moe.capacity_factor={moe.capacity_factor}, which pads "
             "copies as it pads experts: use model.moe.capacity_factor=null, or migration.replicas=0"
         )
+    if settings.replicas and config.optimizer.moments_dtype != "float32":
+        raise ConfigError(
+            f"migration.replicas={settings.replicas} with optimizer.moments_dtype={config.optimizer.moments_dtype}, "
+            "which rounds the moments of copies apart: use optimizer.moments_dtype=float32, or migration.replicas=0"
+        )
     if settings.replicas and config.optimizer.zero:
         raise ConfigError(
             f"migration.replicas={settings.replicas} with optimizer.zero={config.optimizer.zero}, which cuts what "

@@ -11,6 +11,7 @@ from moe_jax.config.registry import (
     HOOKS_FACTS,
     NO_HOOKS,
     OPEN_EXCHANGE,
+    OPTIMIZER_FACTS,
     POLICY_FACTS,
     REGISTRIES,
 )
@@ -25,6 +26,7 @@ BUILT_IN_PARTS = {
     "model.moe.hooks": (NO_HOOKS, *HOOKS_FACTS),
     "schedule.policy": tuple(POLICY_FACTS),
     "exchange.algorithm": (OPEN_EXCHANGE, *EXCHANGE_FACTS),
+    "optimizer.name": tuple(OPTIMIZER_FACTS),
 }
 _OPEN = ("schedule.policy",)  # settings that may be auto until they are planned
 _ELSEWHERE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")

@@ -1,0 +1,62 @@
+"""Rules for the optimizer and for the settings that only some optimizers read."""
+
+import dataclasses
+import functools
+import re
+
+from moe_jax.config.ranges import check_number
+from moe_jax.config.registry import OPTIMIZER_FACTS
+from moe_jax.config.sections import OptimizerConfig, ParameterGroup
+from moe_jax.config.validate.messages import all_of
+from moe_jax.config.validate.ranges import RANGES
+from moe_jax.errors import ConfigError
+
+_LEAST_CYCLE = 2  # steps from one restart to the next: one at the peak and one at the end
+
+
+@functools.lru_cache(maxsize=256)
+def check_optimizer(settings: OptimizerConfig, steps: int) -> None:
+    """Raise ConfigError for a setting that the optimizer or the schedule does not read, or more restarts than steps.
+
+    Cached, because a plan makes thousands of configs.
+    """
+    for field in dataclasses.fields(settings):
+        name, value, unset = field.name, getattr(settings, field.name), field.default
+        readers = tuple(part for part, facts in OPTIMIZER_FACTS.items() if name in facts.settings)
+        if readers and value != unset and settings.name in OPTIMIZER_FACTS and settings.name not in readers:
+            raise ConfigError(
+                f"optimizer.{name}={value} is of optimizer {all_of(readers)}, and optimizer.name={settings.name}: "
+                f"set optimizer.name={readers[0]}, or optimizer.{name}={unset}"
+            )
+    _check_schedule(settings, steps)
+    for number, group in enumerate(settings.groups):
+        _check_group(f"optimizer.groups[{number}]", group)
+
+
+def _check_schedule(settings: OptimizerConfig, steps: int) -> None:
+    for name, reader in (("decay_fraction", "wsd"), ("restarts", "cosine")):
+        value, unset = getattr(settings, name), getattr(OptimizerConfig, name)
+        if value != unset and settings.schedule != reader:
+            raise ConfigError(
+                f"optimizer.{name}={value} is of optimizer.schedule={reader}, and optimizer.schedule="
+                f"{settings.schedule}: use optimizer.schedule={reader}, or optimizer.{name}={unset}"
+            )
+    after_warmup = steps - settings.warmup_steps
+    most = max(after_warmup // _LEAST_CYCLE - 1, 0)
+    if settings.restarts > most:
+        raise ConfigError(
+            f"optimizer.restarts={settings.restarts} in the {max(after_warmup, 0)} steps of train.steps={steps} after "
+            f"the warm-up leaves less than {_LEAST_CYCLE} steps between two: use optimizer.restarts={most} or less"
+        )
+
+
+def _check_group(name: str, group: ParameterGroup) -> None:
+    """Raise ConfigError for a group that no parameter can have. What it matches is known once there are parameters."""
+    if not group.match:
+        raise ConfigError(f"{name}.match is empty: name a part of a parameter's path, such as moe.router")
+    try:
+        re.compile(group.match)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ConfigError(f"{name}.match={group.match} must be a regular expression: {error}") from None
+    check_number(f"{name}.learning_rate_factor", group.learning_rate_factor, RANGES["optimizer.learning_rate"])
+    check_number(f"{name}.weight_decay", group.weight_decay, RANGES["optimizer.weight_decay"], " (or null)")

@@ -1,0 +1,58 @@
+"""Muon's operations: of all matrices that it has, and shared by the ranks that share matrices."""
+
+import dataclasses
+
+import pytest
+
+from moe_jax.config import Config, LatentConfig, MeshConfig, ModelConfig, MoEConfig, OptimizerConfig
+from moe_jax.plan.orthogonalizing import hidden_matrices, orthogonalizing_bytes, orthogonalizing_flops
+from moe_jax.plan.resources import owned_by_kind
+
+LATENT = LatentConfig(kv_lora_rank=36, q_lora_rank=52, qk_nope_head_dim=22, qk_rope_head_dim=10, v_head_dim=18)
+MODELS = {
+    "grouped": ModelConfig(hidden_size=48, num_attention_heads=4, num_key_value_heads=2, moe=MoEConfig(bias=True)),
+    "gelu": ModelConfig(hidden_size=48, activation="gelu", moe=MoEConfig(num_shared_experts=2, shared_gate=True)),
+    "latents": ModelConfig(hidden_size=48, num_attention_heads=4, latent=LATENT, moe=MoEConfig(dense_residual=True)),
+}
+MUON = OptimizerConfig(name="muon")
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_matrices_have_all_parameters_of_matrices(model: ModelConfig, kind: str) -> None:
+    found = dict.fromkeys(("whole", "heads_and_hidden", "expert"), 0)
+    for each, arrays in hidden_matrices(model, kind).items():
+        found[each.owner] += (
+            arrays * each.rows * each.columns * (model.moe.num_experts if each.owner == "expert" else 1)
+        )
+    expected = owned_by_kind(model)[kind].hidden_matrices
+    assert found == {name: getattr(expected, name) for name in found}
+
+
+def test_ranks_that_share_matrices_share_operations() -> None:
+    model = ModelConfig(
+        hidden_size=64, num_layers=8, num_attention_heads=4, head_dim=16, moe=MoEConfig(intermediate_size=32)
+    )
+
+    def flops(**mesh: int) -> float:
+        zero = mesh.pop("zero", 0)
+        optimizer = dataclasses.replace(MUON, zero=zero)
+        config = Config(model=model, mesh=MeshConfig(**mesh), optimizer=optimizer)
+        return orthogonalizing_flops(config, config.mesh.sizes)
+
+    of_square, of_expert = 5 * (4 * 64**3 + 2 * 64**3), 5 * (4 * 32**2 * 64 + 2 * 32**3)
+    assert flops() == 8 * (4 * of_square + 3 * 8 * of_expert)
+    assert flops(expert=4) == 8 * (4 * of_square + 3 * 2 * of_expert)
+    assert flops(data=4) == flops()
+    assert flops(tensor=4) == flops(data=4, zero=1) == flops() / 4
+    assert flops(data=64, zero=1) == 4 * of_square + 3 * of_expert, "one of each stack at most"
+    adamw = Config(model=model)
+    assert orthogonalizing_flops(adamw, adamw.mesh.sizes) == orthogonalizing_bytes(adamw, "cpu", adamw.mesh.sizes) == 0
+
+
+def test_an_update_needs_copies_of_the_largest_stack() -> None:
+    model = ModelConfig(hidden_size=64, num_layers=8, num_attention_heads=4, moe=MoEConfig(intermediate_size=32))
+    config = Config(model=model, mesh=MeshConfig(expert=2, data=2), optimizer=dataclasses.replace(MUON, zero=1))
+    own = 8 * 4 * 64 * 32 / 2  # of eight blocks four experts, whose shards two data ranks share
+    assert orthogonalizing_bytes(config, "cpu", config.mesh.sizes) == 5 * 4 * own
+    assert orthogonalizing_bytes(config, "tpu", config.mesh.sizes) == 5 * 2 * own

@@ -1,0 +1,239 @@
+"""Each optimizer's updates against its definition in NumPy and optax's, and on meshes against those of one device."""
+
+import dataclasses
+import functools
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax.contrib import scale_by_muon
+
+from moe_jax.config import Config, LatentConfig, OptimizerConfig
+from moe_jax.config.layer_layout import Stages
+from moe_jax.models.parameters import param_dims
+from moe_jax.models.stages import in_order, stored
+from moe_jax.step.context import StepContext
+from moe_jax.step.optimizer import make_optimizer, state_partitions
+from moe_jax.step.optimizers import OPTIMIZERS
+from moe_jax.step.optimizers.newton_schulz import COEFFICIENTS, orthogonalized
+from moe_jax.step.optimizers.protocol import Parameter
+from tests.compiled import run_checked
+from tests.small import first_params, small_config
+from tests.step.gradients import mesh_of
+
+STEPS = 3
+LATENT = LatentConfig(kv_lora_rank=6, q_lora_rank=5, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=3)
+
+
+def config_with(name: str, config: Config, **settings: Any) -> Config:
+    """Steps that are large enough to see, none of them a warm-up."""
+    optimizer = OptimizerConfig(name=name, schedule="constant", warmup_steps=0, learning_rate=0.1, **settings)
+    return dataclasses.replace(config, optimizer=optimizer)
+
+
+def random_grads(config: Config, step: int) -> Any:
+    rng = np.random.default_rng(step)
+    return jax.tree.map(lambda p: rng.standard_normal(p.shape, np.float32), first_params(config.model))
+
+
+def trained(config: Config) -> Any:
+    """Parameters after some updates on one device, with the optimizer's state."""
+    params, optimizer = first_params(config.model), make_optimizer(config, param_dims(config.model))
+
+    @jax.jit
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = optimizer.update(grads, state, params, is_good=True)
+        return optax.apply_updates(params, updates), state
+
+    state = optimizer.init(params)
+    for number in range(STEPS):
+        params, state = step(params, state, random_grads(config, number))
+    return jax.device_get((params, state))
+
+
+@functools.cache
+def trained_once(config: Config) -> Any:
+    return trained(config)
+
+
+def newton_schulz(x_rc: np.ndarray, steps: int) -> np.ndarray:
+    a, b, c = COEFFICIENTS
+    x_rc = x_rc / np.linalg.norm(x_rc)
+    for _ in range(steps):
+        gram_rr = x_rc @ x_rc.T
+        x_rc = a * x_rc + (b * gram_rr + c * gram_rr @ gram_rr) @ x_rc
+    return x_rc
+
+
+class Reference:
+    """Muon of one matrix, and AdamW of one array of any other kind, in float64."""
+
+    def __init__(self, settings: OptimizerConfig, shape: tuple[int, ...]):
+        self.settings, self.mu, self.nu, self.count = settings, np.zeros(shape), np.zeros(shape), 0
+
+    def muon(self, p: np.ndarray, g: np.ndarray) -> np.ndarray:
+        s = self.settings
+        self.mu = s.momentum * self.mu + g
+        unit = newton_schulz(g + s.momentum * self.mu, s.newton_schulz_steps)
+        return p - s.learning_rate * (0.2 * math.sqrt(max(p.shape)) * unit + s.weight_decay * p)
+
+    def adamw(self, p: np.ndarray, g: np.ndarray, decays: bool) -> np.ndarray:
+        s, self.count = self.settings, self.count + 1
+        self.mu = s.beta1 * self.mu + (1 - s.beta1) * g
+        self.nu = s.beta2 * self.nu + (1 - s.beta2) * g**2
+        mean, square = self.mu / (1 - s.beta1**self.count), self.nu / (1 - s.beta2**self.count)
+        return p - s.learning_rate * (mean / (np.sqrt(square) + s.eps) + (s.weight_decay * p if decays else 0))
+
+
+# by the last names of their path: rows and columns of each matrix
+MATRICES = {
+    "attention.query": (16, 16),
+    "attention.key": (16, 8),
+    "attention.value": (16, 8),
+    "attention.out": (16, 16),
+    "gate": (16, None),
+    "up": (16, None),
+    "down": (None, 16),
+}
+
+
+def test_muon_is_its_definition_in_numpy() -> None:
+    """Attention's heads and their width are one dimension, and each block's and expert's matrix stands by itself."""
+    config = config_with("muon", small_config(1, 1))
+    learned = dict(jax.tree.leaves_with_path(trained_once(config)[0]))
+    grads = [dict(jax.tree.leaves_with_path(random_grads(config, step))) for step in range(STEPS)]
+    by_muon = 0
+    for path, first in jax.tree.leaves_with_path(first_params(config.model)):
+        names = [str(getattr(key, "key", key)) for key in path]
+        stacked = ("segments" in names) + ("experts" in names)
+        found = next((size for name, size in MATRICES.items() if ".".join(names).endswith(name)), None)
+        if found is None:
+            reference, new = Reference(config.optimizer, first.shape), first.astype(np.float64)
+            decays = names[-1] in ("embedding", "head", "router")
+            for each in grads:
+                new = reference.adamw(new, each[path], decays)
+            np.testing.assert_allclose(learned[path], new, rtol=2e-4, atol=2e-5, err_msg=".".join(names))
+            continue
+        by_muon += 1
+        rows = found[0] or first.size // math.prod(first.shape[:stacked]) // found[1]
+        of_matrices = [x.reshape(math.prod(first.shape[:stacked]), rows, -1) for x in (learned[path], first)]
+        of_grads = [each[path].reshape(of_matrices[0].shape) for each in grads]
+        for number, (own, new) in enumerate(zip(*of_matrices, strict=True)):
+            reference = Reference(config.optimizer, new.shape)
+            for each in of_grads:
+                new = reference.muon(new.astype(np.float64), each[number])
+            np.testing.assert_allclose(own, new, rtol=2e-4, atol=2e-5, err_msg=".".join(names))
+    assert by_muon == 14
+
+
+def test_muon_is_optaxs_once_its_momentum_is_not_corrected() -> None:
+    """optax divides means of few gradients by the sum of their weights, Muon's authors do not: later both agree."""
+    x, m = (jnp.asarray(np.random.default_rng(n).standard_normal((12, 20), np.float32)) for n in range(2))
+    settings = OptimizerConfig(name="muon")
+    theirs = scale_by_muon(beta=settings.momentum, eps=1e-7)
+    state = theirs.init(x)._replace(count=jnp.int32(10**6), mu=(1 - settings.momentum) * m)
+    expected = 0.2 * math.sqrt(20) * theirs.update(x, state)[0]
+    ours = OPTIMIZERS["muon"](settings, {"up": Parameter(("model", "hidden"))}, "cpu")
+    own, others = ours.init({"up": x})
+    own = own._replace(inner_state=own.inner_state._replace(mu={"up": m}))
+    found, _ = ours.update({"up": x}, (own, others), is_good=True)
+    np.testing.assert_allclose(found["up"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_iterations_move_singular_values_to_1_and_leave_zeros() -> None:
+    x_nrc = np.random.default_rng(0).standard_normal((3, 10, 6), np.float32)
+    x_nrc[2] = 0
+    for dtype in ("float32", "bfloat16"):
+        unit_nrc = np.asarray(orthogonalized(jnp.asarray(x_nrc, dtype), 5).astype(jnp.float32))
+        values = np.linalg.svd(unit_nrc[:2], compute_uv=False)
+        assert ((values > 0.6) & (values < 1.3)).all()
+        assert not unit_nrc[2].any()
+
+
+@pytest.mark.parametrize("shape", [(12, 20), (9,)])
+def test_adafactor_is_optaxs_for_one_matrix_and_one_vector(shape: tuple[int, ...]) -> None:
+    theirs = optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=2), optax.clip_by_block_rms(1.0))
+    dims = ("model", "hidden")[: len(shape)]
+    ours = OPTIMIZERS["adafactor"](OptimizerConfig(name="adafactor"), {"up": Parameter(dims)}, "cpu")
+    params = {"up": jnp.ones(shape)}
+    state, expected_state = ours.init(params), theirs.init(params)
+    for step in range(STEPS):
+        grads = {"up": jnp.asarray(np.random.default_rng(step).standard_normal(shape, np.float32)) * (1 + step)}
+        found, state = ours.update(grads, state, params, is_good=True)
+        expected, expected_state = theirs.update(grads, expected_state, params)
+        np.testing.assert_allclose(found["up"], expected["up"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_a_bad_step_leaves_moments_as_they_are(name: str) -> None:
+    x = {"up": jnp.ones((4, 6)), "norm": jnp.ones(4)}
+    known = {"up": Parameter(("model", "hidden")), "norm": Parameter(("model",))}
+    optimizer = OPTIMIZERS[name](OptimizerConfig(name=name), known, "cpu")
+    _, state = optimizer.update(x, optimizer.init(x), x, is_good=jnp.bool_(True))
+    bad = jax.tree.map(lambda each: each * jnp.nan, x)
+    _, after = optimizer.update(bad, state, x, is_good=jnp.bool_(False))
+    moments = [[leaf for leaf in jax.tree.leaves(each) if leaf.ndim] for each in (state, after)]
+    assert all(np.asarray(leaf).any() for leaf in moments[0])
+    chex.assert_trees_all_equal(*moments)
+
+
+ONE = {"moe_layer_freq": 1, "num_shared_experts": 1, "model": {"num_layers": 1}}
+MESHES = {
+    "two axes share a matrix": small_config(2, 2, tensor=2, **ONE),
+    "axes in another order than the mesh's": small_config(1, 2, context=2, tensor=2, **ONE),
+    "stages": small_config(1, 2, tensor=2, pipeline=2, moe_layer_freq=1),
+    "latents": small_config(
+        *(4, 1),
+        tensor=2,
+        gate="softmoe",
+        **ONE | {"model": {"num_layers": 1, "num_key_value_heads": None, "latent": LATENT}},
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "mesh"), [*(("muon", mesh) for mesh in MESHES), ("adafactor", "latents")])
+def test_updates_on_a_mesh_are_those_of_one_device(name: str, mesh: str) -> None:
+    config = config_with(name, MESHES[mesh], zero=0 if mesh == "stages" else 1)
+    expected, _ = trained_once(config_with(name, MESHES[mesh]))
+    devices = mesh_of(config)
+    context, stages = StepContext.of(config, devices), Stages.of(config)
+    specs = context.grad_specs
+    first = jax.device_get(stored(jax.tree.map(jnp.asarray, first_params(config.model)), stages))
+    state_specs = state_partitions(context.optimizer, first, specs)
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = context.optimizer.update(grads, state, params, is_good=True)
+        return optax.apply_updates(params, updates), state
+
+    whole = (specs, state_specs)
+    on_mesh = jax.shard_map(step, mesh=devices, in_specs=(*whole, specs), out_specs=whole, check_vma=False)
+
+    def steps(params: Any, grads: Any) -> Any:
+        state = context.optimizer.init(params)
+        return jax.lax.scan(lambda carry, each: (on_mesh(*carry, each), None), (params, state), grads)[0]
+
+    grads = [stored(jax.tree.map(jnp.asarray, random_grads(config, number)), stages) for number in range(STEPS)]
+    params, _ = run_checked(jax.jit(steps), first, jax.tree.map(lambda *each: np.stack(each), *grads))
+    found = in_order(jax.tree.map(jnp.asarray, params), stages)
+    chex.assert_trees_all_close(jax.device_get(found), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_page_has_the_losses_that_were_measured() -> None:
+    root = Path(__file__).parents[2]
+    found = json.loads((root / "profiling" / "results" / "optimizers.json").read_text())
+    assert found["validation_loss"].keys() == OPTIMIZERS.keys()
+    page = (root / "docs" / "optimizers.md").read_text()
+    rates = re.findall(r"0\.\d+", re.findall(r"^\| \| 0\..*", page, re.MULTILINE)[0])
+    for name, losses in found["validation_loss"].items():
+        row = next(line for line in page.splitlines() if re.match(rf"\| `{name}` \|( |[\d.])+\|", line))
+        cells = [cell.strip() for cell in row.split("|")[2:-1]]
+        shown = {rate: float(cell) for rate, cell in zip(rates, cells, strict=True) if cell}
+        assert shown == losses, name
