@@ -41,6 +41,8 @@ def exact_programs() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepProgram, "compile", newer)
-        patch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace(OLDER_EMITTERS, "").strip())
+        flags = os.environ["XLA_FLAGS"].replace(OLDER_EMITTERS, "").strip()
+        patch.setenv("XLA_FLAGS", flags)
+        patch.setenv("MOE_JAX_CHECKED_XLA_FLAGS", flags)
         patch.setattr(sys.modules[__name__], "LARGE", 0)
         yield

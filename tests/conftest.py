@@ -16,6 +16,7 @@ os.environ["PJRT_NPROC"] = "64"  # threads, as many as eight simulated devices g
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
 if tuple(map(int, version("jax").split(".")[:2])) < (0, 11):
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+os.environ["MOE_JAX_CHECKED_XLA_FLAGS"] = os.environ["XLA_FLAGS"]  # or each command starts a process to check them
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(programs_folder())
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"

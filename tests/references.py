@@ -16,6 +16,12 @@ from tests import gate_references
 from tests.gate_references import Draws
 
 
+def rows_of(tree):
+    """Each row of its arrays as a tree, by one operation for all: with x[i], every i is a program of its own."""
+    leaves, structure = jax.tree.flatten(tree)
+    return [structure.unflatten(row) for row in zip(*map(jnp.unstack, leaves), strict=True)]
+
+
 def norm(x, scale, eps):
     return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + eps) * scale
 
@@ -61,12 +67,12 @@ def attention(p, x_ND, model: ModelConfig, block: int):
     scaling = model.rope_scaling
     mscale = 1 + 0.1 * scaling.mscale_all_dim * math.log(scaling.factor)
     multiplier = model.attention_multiplier
-    for head, (q, k, v) in enumerate(heads):
+    for head, ((q, k, v), head_out) in enumerate(zip(heads, rows_of(p["out"]), strict=True)):
         factor = 1 / math.sqrt(q.shape[-1]) if multiplier is None else multiplier
         score = jnp.where(visible(len(x_ND), model, block), q @ k.T * mscale**2 * factor, -jnp.inf)
         if model.attention.sinks:
             score = jnp.concatenate([score, jnp.full((len(score), 1), p["sink"][head])], axis=-1)
-        out += jax.nn.softmax(score)[:, : len(x_ND)] @ v @ p["out"][head]
+        out += jax.nn.softmax(score)[:, : len(x_ND)] @ v @ head_out
     return out
 
 
@@ -106,9 +112,9 @@ def grouped_heads(p, h, model: ModelConfig, block: int):
 
     for step in (rotated, normed) if model.qk_norm_after_rope else (normed, rotated):
         q, k = step(q, k)
-    for head in range(model.num_attention_heads):
-        shared = head * model.kv_heads // model.num_attention_heads
-        yield q[head], k[shared], v[shared]
+    keys_and_values = rows_of((k, v))
+    for head, q_NK in enumerate(rows_of(q)):
+        yield q_NK, *keys_and_values[head * model.kv_heads // model.num_attention_heads]
 
 
 def norm_all(x_HNK, scale_HK, eps):
@@ -123,11 +129,11 @@ def latent_heads(p, h, model: ModelConfig, block: int):
     eps = model.latent.rms_norm_eps or model.rms_norm_eps
     c_q = norm(h @ p["query_latent"], p["query_latent_norm"], eps) if model.latent.q_lora_rank else h
     c_kv = norm(h @ p["kv_latent"], p["kv_latent_norm"], eps)
-    for head in range(model.num_attention_heads):
-        q = c_q @ p["query"][:, head]
+    for query, key, value in rows_of(tuple(p[name].swapaxes(0, 1) for name in ("query", "key", "value"))):
+        q = c_q @ query
         q = jnp.concatenate([q[:, :plain], turned(q[:, plain:], model, block)], axis=-1)
-        k = jnp.concatenate([c_kv @ p["key"][:, head], turned(h @ p["rope_key"], model, block)], axis=-1)
-        yield q, k, c_kv @ p["value"][:, head]
+        k = jnp.concatenate([c_kv @ key, turned(h @ p["rope_key"], model, block)], axis=-1)
+        yield q, k, c_kv @ value
 
 
 def to_fp8(x, name, axis):
@@ -229,9 +235,10 @@ def moe_layer(
     of_devices = shares(len(h_TD), sources, sequences, tensor, context)
     out = sum(mlp(p[name], h_TD) for name in ("shared", "dense") if name in p) + jnp.zeros_like(h_TD)
 
+    experts = rows_of(p["experts"])
+
     def run_expert(expert: int, x):
-        product = fp8_product if moe.expert_matmuls == "fp8" else jnp.matmul
-        return mlp(jax.tree.map(lambda w: w[expert], p["experts"]), x, product)
+        return mlp(experts[expert], x, fp8_product if moe.expert_matmuls == "fp8" else jnp.matmul)
 
     dropped = 0
     if moe.gate == "softmoe":
@@ -243,7 +250,8 @@ def moe_layer(
             p, h_TD, moe, of_devices, shares(len(h_TD), sequences, sequences, tensor, context), draws, buffer
         )
         weight_TE = jnp.where(kept_TE, weight_TE, 0)
-        routed = sum(weight_TE[:, expert, None] * run_expert(expert, h_TD) for expert in range(moe.num_experts))
+        weight_ET1 = rows_of(weight_TE.T[:, :, None])
+        routed = sum(weight_T1 * run_expert(expert, h_TD) for expert, weight_T1 in enumerate(weight_ET1))
         count_E, dropped = chosen_TE.sum(0), (chosen_TE & ~kept_TE).sum()
     z_loss = 0.0 if logit_TE is None else (jax.nn.logsumexp(logit_TE, axis=-1) ** 2).mean()
     return out + routed, (chosen_TE, prob_TE), z_loss, count_E, dropped
@@ -284,8 +292,8 @@ def block_params(params, model: ModelConfig):
     """Each block's parameters, from the bottom up, out of the stacked segments."""
     blocks = []
     for segment in params["segments"].values():
-        repeats = jax.tree.leaves(segment)[0].shape[0]
-        blocks += [jax.tree.map(lambda x, i=i: x[i], p) for i in range(repeats) for p in segment.values()]
+        for row in rows_of(segment):
+            blocks += row.values()
     assert len(blocks) == model.num_layers
     return blocks
 

@@ -70,8 +70,11 @@ def tokens_of(config: Config, seed: int = 0) -> np.ndarray:
 
 @functools.cache
 def first_params(model: ModelConfig) -> Any:
-    """Seed 0, as host arrays: free to be placed on any mesh. What begins with zeros does not here."""
-    params = jax.device_get(jax.jit(lambda: init_params(model, 0))())
+    """Seed 0, as host arrays: free to be placed on any mesh. What begins with zeros does not here.
+
+    Not under jit: a draw is compiled for each shape, which models share, instead of one program for each model.
+    """
+    params = jax.device_get(init_params(model, 0))
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda x: x if x.any() else 0.5 * rng.standard_normal(x.shape, np.float32), params)
 

@@ -4,9 +4,7 @@ import contextlib
 import dataclasses
 import io
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -71,20 +69,20 @@ def output(folder: Path) -> str:
     return said(training.main, "--config", "tiny.yaml")
 
 
-def trained_params(run: str = "run"):
-    """Of a run, on one device."""
+def trained_params():
+    """Of the run, on one device."""
     placed = jax.sharding.NamedSharding(one_device_mesh(), REPLICATED)
-    shapes = param_shapes(load_config(run).model)
+    shapes = param_shapes(load_config("run").model)
     on_device = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), shapes)
-    return load_params(Path(run), on_device)
+    return load_params(Path("run"), on_device)
 
 
 def tree(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def records(run: str = "run") -> list[dict]:
-    return [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+def records() -> list[dict]:
+    return [json.loads(line) for line in Path("run", "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_run_leaves_everything_in_its_folder(output):
@@ -119,20 +117,6 @@ def test_a_finished_run_started_again_trains_no_further(output):
     assert [path.name for path in Path("run", "checkpoints").iterdir()] == [str(STEPS)]
 
 
-def test_a_user_has_the_same_losses_whatever_the_schedule():
-    """In processes with the threads and the flags of XLA that the command asks for, not those of the tests."""
-    environ = {name: value for name, value in os.environ.items() if name not in ("PJRT_NPROC", "XLA_FLAGS")}
-    scheduled = ["schedule.policy=unified", "schedule.microbatches=2", "schedule.grad_reduce=bucketed"]
-    for name, settings in {"plain": [], "scheduled": scheduled}.items():
-        config = ["--config", "tiny.yaml", "train.steps=3", "train.batch_size=16", "log.every=1", "log.sample_tokens=0"]
-        command = [sys.executable, "-m", "moe_jax.train", *config, f"log.dir={name}", *settings]
-        subprocess.run(command, env=environ, capture_output=True, check=True, timeout=300)
-    plain, other = ([record["loss"] for record in records(run) if "loss" in record] for run in ("plain", "scheduled"))
-    assert len(plain) == 3
-    assert plain == other, "bit for bit"
-    check_validation("scheduled")
-
-
 def test_a_dry_run_tells_the_facts_and_writes_nothing(output, folder):
     before = tree(folder)
     facts = said(training.main, "--config", "run", "--dry-run", "log.dir=elsewhere")
@@ -152,12 +136,8 @@ def test_a_dry_run_tells_the_facts_and_writes_nothing(output, folder):
 
 
 def test_validation_loss_is_the_mean_cross_entropy_of_the_reference(output):
-    check_validation("run")
-
-
-def check_validation(run: str) -> None:
     """Without the auxiliary losses, and on batches of the text that training never sees."""
-    config = load_config(run)
+    config = load_config("run")
     batches = validation_batches(
         open_tokens(config.data, config.model.vocab_size).validation,
         seq_len=config.data.seq_len,
@@ -166,10 +146,10 @@ def check_validation(run: str) -> None:
         rows=[range(config.train.batch_size)],
     )
     no_auxiliary = dataclasses.replace(config.model.moe, aux_loss_coeff=0.0, z_loss_coeff=0.0)
-    model, params = dataclasses.replace(config.model, moe=no_auxiliary), trained_params(run)
+    model, params = dataclasses.replace(config.model, moe=no_auxiliary), trained_params()
     losses = [references.objective(params, batch, model, sources=1)[0] for batch in batches]
     assert len(losses) > 0
-    validated = [record for record in records(run) if "validation_loss" in record]
+    validated = [record for record in records() if "validation_loss" in record]
     assert [record["step"] for record in validated] == [config.train.steps]
     np.testing.assert_allclose(validated[0]["validation_loss"], np.mean(losses), rtol=1e-5)
 

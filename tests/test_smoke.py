@@ -15,13 +15,12 @@ import pytest
 from moe_jax.telemetry.run_log import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS = 6
+STEPS = 3
 RUNS = {
     "data and expert ranks": (
         "mesh.cpu_devices=8 mesh.data=2 mesh.expert=4 train.batch_size=32",
         [
-            "schedule.policy=unified schedule.microbatches=4",
-            "schedule.policy=unified schedule.microbatches=2 exchange.algorithm=hier_2d exchange.ranks_per_node=2",
+            "schedule.policy=unified schedule.microbatches=4 exchange.algorithm=hier_2d exchange.ranks_per_node=2",
             "schedule.policy=unified schedule.microbatches=2 exchange.algorithm=ring exchange.reduction=ring",
             "schedule.policy=expert_pipeline schedule.microbatches=2 exchange.algorithm=halo exchange.ranks_per_node=2 "
             "schedule.weight_grad=greedy schedule.grad_reduce=bucketed schedule.bucket_cap_mb=1",
@@ -43,7 +42,7 @@ RUNS = {
 
 
 def losses_of(settings: str, folder: Path) -> np.ndarray:
-    """Of each step. A process of its own, with nothing of this one's environment."""
+    """Of each step. A process of its own, with nothing of this one's environment but where programs are kept."""
     ours = ("XLA_FLAGS", "PJRT_NPROC", "JAX_PLATFORMS")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     given = f"train.steps={STEPS} optimizer.warmup_steps=2 log.every=1 log.dir={folder} train.eval_batches=1 {settings}"
@@ -59,5 +58,5 @@ def test_schedules_train_alike_from_the_command_line(name, tmp_path):
     plain = losses_of(mesh, tmp_path / "plain")
     assert len(plain) == STEPS
     for number, schedule in enumerate(schedules):
-        losses = losses_of(f"{mesh} {schedule}", tmp_path / str(number))
+        losses = losses_of(f"{mesh} {schedule} log.sample_tokens=0", tmp_path / str(number))
         np.testing.assert_allclose(losses, plain, rtol=1e-4, err_msg=f"{mesh} {schedule}")

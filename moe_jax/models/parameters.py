@@ -4,6 +4,8 @@ Blocks of one segment are stacked: a segment is a run of equal periods (e.g. den
 parameter of a period's block has a leading dimension over the periods, over which a scan iterates.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -12,7 +14,7 @@ from moe_jax.config import ModelConfig
 from moe_jax.config.gates import gate_parameters
 from moe_jax.config.layer_layout import segments
 from moe_jax.parallel.sharding import Dims
-from moe_jax.parallel.trees import ParamDims, Params
+from moe_jax.parallel.trees import ParamDims, Params, Tree
 
 # names of gate matrices, which determine the kind of an MLP
 _GATES = {"swiglu": "gate", "clipped_swiglu": "clipped_gate", "gelu": None}
@@ -182,11 +184,16 @@ def init_params(model: ModelConfig, seed: int) -> Params:
 
 def param_shapes(model: ModelConfig) -> Params:
     """Return the parameters as ShapeDtypeStructs; nothing is allocated."""
-    return jax.eval_shape(lambda: init_params(model, 0))
+    return nnx.to_pure_dict(_declared(model))
 
 
 def param_dims(model: ModelConfig) -> ParamDims:
     """Return the parameters' tree with each array replaced by the names of its dimensions."""
-    state = jax.eval_shape(lambda: nnx.state(Transformer(model, nnx.Rngs(0)), nnx.Param))
-    named = jax.tree.map(lambda param: param.dims, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Param))
+    named = jax.tree.map(lambda param: param.dims, _declared(model), is_leaf=lambda leaf: isinstance(leaf, nnx.Param))
     return nnx.to_pure_dict(named)
+
+
+@functools.lru_cache(maxsize=16)
+def _declared(model: ModelConfig) -> Tree:
+    """Return an `nnx.State` of the parameters without values; building a step asks for it a dozen times."""
+    return jax.eval_shape(lambda: nnx.state(Transformer(model, nnx.Rngs(0)), nnx.Param))

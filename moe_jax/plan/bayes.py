@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from scipy.linalg import cho_factor, cho_solve
-from scipy.special import ndtr
 
 _XI = 0.1  # standard deviations that an improvement must exceed; larger values explore more
 _LENGTHS = np.geomspace(0.1, 1.0, 8)  # length scales of the kernel, as shares of a setting's range
@@ -64,8 +62,9 @@ class BayesSearch:
         mean, deviation = self._expected()
         better = float(mean[self.tried].min()) - _XI - mean
         z = better / deviation
-        density = np.exp(-(z**2) / 2) / np.sqrt(2 * np.pi)  # importing scipy.stats for it takes half a second
-        improvement = better * ndtr(z) + deviation * density
+        density = np.exp(-(z**2) / 2) / np.sqrt(2 * np.pi)  # importing scipy would take a fifth of a second
+        share_below = np.array([math.erfc(-value / math.sqrt(2)) / 2 for value in z])
+        improvement = better * share_below + deviation * density
         return int(np.argmax(np.where(self._possible, improvement, -np.inf)))
 
     @property
@@ -91,9 +90,9 @@ class BayesSearch:
         across_Snm = self._distance_Snn[:, :, self.tried]
         length_S, noise = _fit(across_Snm[:, self.tried], y_m)
         across_nm = _matern(across_Snm, length_S)
-        factor = cho_factor(across_nm[self.tried] + noise * np.eye(len(y_m)))
-        mean_n: Array = across_nm @ cho_solve(factor, y_m)
-        variance_n = 1 - np.einsum("nm,mn->n", across_nm, cho_solve(factor, across_nm.T))
+        covariance_mm = across_nm[self.tried] + noise * np.eye(len(y_m))
+        mean_n: Array = across_nm @ np.linalg.solve(covariance_mm, y_m)
+        variance_n = 1 - np.einsum("nm,mn->n", across_nm, np.linalg.solve(covariance_mm, across_nm.T))
         return mean_n, np.sqrt(np.maximum(variance_n, 1e-12))
 
 

@@ -75,7 +75,8 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     """
     context, kind = StepContext.of(config, mesh), step_kind(config, mesh)
     compute, stages = context.compute, context.stages
-    moments = state_partitions(context.optimizer, stored_shapes(stages), context.grad_specs)
+    param_shapes = stored_shapes(stages)
+    moments = state_partitions(context.optimizer, param_shapes, context.grad_specs)
     layout = {"step": REPLICATED, "params": context.stored_specs, "optimizer": moments}
     ranks = config.mesh.expert_ranks(mesh.shape)
     placement = functools.partial(first_placement, config.model, ranks, config.replicas)
@@ -120,8 +121,8 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     return Trainer(
         mesh=mesh,
         kind=kind,
-        state_shapes=with_shardings(jax.eval_shape(init), placed),
-        param_shapes=with_shardings(stored_shapes(stages), placed["params"]),
+        state_shapes=with_shardings(jax.eval_shape(begin, param_shapes), placed),
+        param_shapes=with_shardings(param_shapes, placed["params"]),
         init=jax.jit(init, out_shardings=placed, compiler_options=INIT_OPTIONS.get(compute.platform)),
         begin=jax.jit(begin, out_shardings=placed, donate_argnums=0),
         step=jax.jit(step, donate_argnums=0, compiler_options=options),

@@ -1,5 +1,7 @@
 """Counts from the config against the declared parameters and against XLA's own count of operations."""
 
+import math
+
 import jax
 import pytest
 
@@ -57,8 +59,8 @@ LATENTS = {"num_key_value_heads": None, "latent": LatentConfig(kv_lora_rank=8, q
 def test_parameters_of_a_device_are_those_of_the_real_one(data, expert, tensor, model):
     moe = {"num_shared_experts": 1, "dense_residual": True, "bias": True}
     config = small_config(data, expert, tensor=tensor, model=model, **moe)
-    state = make_trainer(config, make_mesh(config.mesh, jax.devices()[: data * expert * tensor])).init()
-    held = sum(x.addressable_shards[0].data.size for x in jax.tree.leaves(state["params"]))
+    shapes = make_trainer(config, make_mesh(config.mesh, jax.devices()[: data * expert * tensor])).state_shapes
+    held = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(shapes["params"]))
     assert parameters_per_device(config.model, expert, tensor) == held
 
 
@@ -68,7 +70,7 @@ def test_flops_of_a_dense_step_equal_what_xla_counts():
         1, 1, num_experts=0, model={"hidden_size": 64, "intermediate_size": 256, "vocab_size": 256, "num_layers": 1}
     )
     trainer = make_trainer(config, make_mesh(MeshConfig(), jax.devices()[:1]))
-    compiled = trainer.step.lower(trainer.init(), tokens_of(config)).compile()
+    compiled = trainer.step.lower(trainer.state_shapes, tokens_of(config)).compile()
     n = config.data.seq_len
     tokens = config.train.batch_size * n
     square = tokens * 6 * config.model.hidden_size * n

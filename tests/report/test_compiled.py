@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 
+from moe_jax.cli import report
 from moe_jax.config import Config
 from moe_jax.config.yaml_io import load_config
-from moe_jax.errors import UserError
+from moe_jax.errors import UserError, run_command
 from moe_jax.measure.targets import Target, check_compiler, find_target
 from moe_jax.measure.tasks import action_of
 from moe_jax.parallel.mesh import make_mesh
@@ -214,11 +215,6 @@ def trace_a_step(config: Config, run: Path) -> None:
         tracing.end(1, program, meter)
 
 
-def report(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "moe_jax.report", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 def test_a_pipelined_program_runs_its_passes_as_often_as_the_table_says() -> None:
     """Each of four microbatches sends and combines once on a stage, whatever the number of ticks."""
     stages = ["mesh.pipeline=2", "mesh.expert=4", "model.num_layers=2", "train.grad_accumulation=4"]
@@ -239,10 +235,10 @@ def test_command_compiles_compares_and_leaves_files(tmp_path: Path) -> None:
     config = tmp_path / "small.yaml"
     config.write_text("mesh: {data: 1, expert: 8}\nschedule: {policy: unified, microbatches: 2}\n")
     trace_a_step(load_config(config, SMALL), tmp_path / "run")
-    run = report(
-        *("--compile", "cpu:8", "--config", str(config), *SMALL, "--trace", str(tmp_path / "run" / "trace" / "0")),
-        *("--policies", "vanilla,unified", "--save-hlo", str(tmp_path / "hlo"), "--out", str(tmp_path / "out")),
-    )
+    command = [sys.executable, "-m", "moe_jax.report"]
+    command += ["--compile", "cpu:8", "--config", str(config), *SMALL, "--trace", str(tmp_path / "run" / "trace" / "0")]
+    command += ["--policies", "vanilla,unified", "--save-hlo", str(tmp_path / "hlo"), "--out", str(tmp_path / "out")]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert names(tmp_path / "hlo") == ["unified.hlo", "unified.schedule", "vanilla.hlo"]
     assert names(tmp_path / "out") == ["report.txt", "timeline.png", "trace.json"]
@@ -290,13 +286,16 @@ def test_command_compiles_compares_and_leaves_files(tmp_path: Path) -> None:
     ],
 )
 def test_command_answers_wrong_input_with_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["report", *arguments])
     Path("small.yaml").write_text("mesh: {data: 1, expert: 8}\n")
-    run = report(*arguments)
-    assert run.returncode == 2
-    assert run.stderr.splitlines()[-1] == f"error: {message}"
-    assert "Traceback" not in run.stderr
+    with pytest.raises(SystemExit, match=r"^2$"):
+        run_command(report.main)
+    assert capfd.readouterr().err.splitlines()[-1] == f"error: {message}"
     assert not Path("out").exists()

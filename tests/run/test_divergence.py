@@ -22,7 +22,7 @@ from moe_jax.step.trainer import make_trainer
 from tests.run.test_resume import config_in, lines_of, losses_of
 from tests.run.whole_runs import compiled_once
 from tests.small import small_config, tokens_of
-from tests.step.gradients import mesh_of
+from tests.step.gradients import first_state, mesh_of
 
 FAULTY, SOUND = True, False
 SHORT = ("train.steps=6", "train.bad_in_a_row=2", "checkpoint.every=2", "train.eval_every=0")
@@ -130,7 +130,7 @@ def test_a_block_of_a_later_stage_is_found_with_the_devices_that_have_it():
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, mask_documents=True))
     mesh, token_BN1 = mesh_of(config), tokens_of(config)
     mark_documents(token_BN1, end_of_text=5)
-    params = make_trainer(config, mesh).init()["params"]
+    params = first_state(config, make_trainer(config, mesh))["params"]
     with faults.nan_at(step=1, device=3, parameter="segments.0.1.norm"):
         wrong_WP = _outputs(config, mesh)(params, token_BN1, 0, None)
     embedding, *blocks, logits = (set(np.flatnonzero(wrong_P).tolist()) for wrong_P in wrong_WP)

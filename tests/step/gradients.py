@@ -12,7 +12,10 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from moe_jax.config import Config, ModelConfig
+from moe_jax.config.layer_layout import Stages
 from moe_jax.models.gates.inputs import BatchPart
+from moe_jax.models.parameters import init_params
+from moe_jax.models.stages import stored
 from moe_jax.parallel import background
 from moe_jax.parallel.grad_sync import global_norm, sum_over_batch
 from moe_jax.parallel.mesh import make_mesh
@@ -20,6 +23,7 @@ from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.step.context import StepContext, StepInputs
 from moe_jax.step.kinds import step_kind
 from moe_jax.step.losses import ObjectiveParts
+from moe_jax.step.trainer import Trainer
 from tests import references
 from tests.compiled import run_checked
 from tests.small import first_params, small_config, tokens_of
@@ -80,6 +84,26 @@ def reference_gradients(
         first_params(model), tokens_of(config), model, sources, buffer, tensor, context, seed_and_step
     )
     return loss, ObjectiveParts(**parts), grads
+
+
+def first_state(config: Config, trainer: Trainer) -> Any:
+    """What `trainer.init()` returns, to the last digits; its program takes seconds to compile for each model.
+
+    Experts that have places begin with it.
+    """
+    if config.migration.enabled:
+        return trainer.init()
+    params = init_params(config.model, config.train.seed)
+    return state_with(jax.device_get(params), config, trainer)
+
+
+def state_with(params: Any, config: Config, trainer: Trainer, step: int = 0) -> Any:
+    """A state with these parameters, of which nothing is learned yet, on the devices of a trainer."""
+    shapes = trainer.state_shapes
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes["optimizer"])
+    params = jax.device_get(stored(jax.tree.map(jnp.asarray, params), Stages.of(config)))
+    host = {"step": np.int32(step), "params": params, "optimizer": zeros}
+    return jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), host, shapes)
 
 
 def assert_equals_reference(config: Config, step: int | None = None) -> None:

@@ -16,13 +16,13 @@ from moe_jax.config.yaml_io import load_config
 from moe_jax.data.token_marks import mark_documents
 from moe_jax.models.parameters import param_shapes
 from moe_jax.models.placement import by_expert
-from moe_jax.models.stages import in_order, stored
+from moe_jax.models.stages import in_order
 from moe_jax.step.expert_placement import slots_of
 from moe_jax.step.trainer import Trainer, make_trainer
 from tests import references
 from tests.compiled import run_checked
 from tests.small import tokens_of
-from tests.step.gradients import mesh_of
+from tests.step.gradients import mesh_of, state_with
 from tests.step.test_migration import moved, random_slots
 from tests.step.test_replicas import placed, with_copies
 
@@ -126,7 +126,6 @@ def some_params(model: ModelConfig) -> Any:
 
 def first_state(config: Config, trainer: Trainer) -> Any:
     """At STEP, with nothing learned yet; where experts have places, none lies in its own."""
-    shapes = trainer.state_shapes
     if config.migration.enabled:
         fixed = dataclasses.replace(config, migration=MigrationConfig())
         plain = first_state(fixed, make_trainer(fixed, mesh_of(fixed)))
@@ -135,10 +134,7 @@ def first_state(config: Config, trainer: Trainer) -> Any:
             if config.replicas
             else moved(config, plain, random_slots(config))
         )
-    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes["optimizer"])
-    params = jax.device_get(stored(jax.tree.map(jnp.asarray, some_params(config.model)), Stages.of(config)))
-    host = {"step": np.int32(STEP), "params": params, "optimizer": zeros}
-    return jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), host, shapes)
+    return state_with(some_params(config.model), config, trainer, STEP)
 
 
 def reference(config: Config) -> Step:

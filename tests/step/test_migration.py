@@ -18,7 +18,7 @@ from moe_jax.step.expert_placement import first_placement
 from moe_jax.step.trainer import make_trainer
 from tests.compiled import NEWER_EMITTERS
 from tests.small import small_config, tokens_of
-from tests.step.gradients import mesh_of
+from tests.step.gradients import first_state, mesh_of
 from tests.step.test_tensor_axis import UNIFIED
 
 LOOPED = {"model": {"num_layers": 4}, "moe_layer_freq": 1}
@@ -59,7 +59,7 @@ def test_training_is_the_same_bit_for_bit(name):
     """As without any placement: parameters, moments, losses, norms, all that routers counted, and validation."""
     config, stages = CASES[name], Stages.of(CASES[name])
     plain, with_slots = make_trainer(config, mesh_of(config)), make_trainer(migrating(config), mesh_of(config))
-    expected = plain.init()
+    expected = first_state(config, plain)
     slot_ME = random_slots(config)
     state = moved(migrating(config), expected, slot_ME)
     step_plain, step = (

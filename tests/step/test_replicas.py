@@ -18,7 +18,7 @@ from moe_jax.rebalance.transfer import Mover
 from moe_jax.step.expert_placement import first_placement, slots_of
 from moe_jax.step.trainer import make_trainer
 from tests.small import small_config, tokens_of
-from tests.step.gradients import mesh_of
+from tests.step.gradients import first_state, mesh_of
 from tests.step.test_migration import DROPLESS, migrating
 
 CASES = {
@@ -97,8 +97,8 @@ def test_copies_split_tokens_and_learn_the_same(name):
         make_trainer(dataclasses.replace(config, schedule=ScheduleConfig()), mesh),
     )
     twin = trainer if config.step_facts.has_ticks else plain
-    expected, expert_MS = twin.init(), with_copies(config)
-    state = placed(copied, plain.init(), expert_MS)
+    expected, expert_MS = first_state(copied if twin is trainer else config, twin), with_copies(config)
+    state = placed(copied, first_state(config, plain), expert_MS)
     for step in range(3):
         expected, expected_metrics = twin.step(expected, tokens_of(config, step))
         state, metrics = trainer.step(state, tokens_of(config, step))

@@ -25,7 +25,7 @@ from moe_jax.step.trainer import make_trainer
 from moe_jax.telemetry.run_log import RunLog
 from tests import references
 from tests.small import block_params, small_config
-from tests.step.gradients import assert_equals_reference, mesh_of
+from tests.step.gradients import assert_equals_reference, first_state, mesh_of
 from tests.step.test_trainer import run_steps
 
 RATE, STEPS = 0.25, 3
@@ -110,7 +110,7 @@ def test_the_optimiser_knows_no_bias_and_checkpoints_do(tmp_path: Path):
     config = config_of(2, 1, bias_update_rate=0.0, model={"num_layers": 2})
     config = dataclasses.replace(config, optimizer=OptimizerConfig(weight_decay=0.5))
     trainer = make_trainer(config, mesh_of(config))
-    state = trainer.init()
+    state = first_state(config, trainer)
     ones = jax.tree.map(np.ones_like, jax.device_get(state["params"]))
     state, _ = trainer.step(state | {"params": ones}, np.zeros((8, 9), np.int32))
     assert (biases(state, config) == 1).all()

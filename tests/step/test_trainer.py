@@ -11,7 +11,7 @@ from moe_jax.config import Config, DataConfig, MeshConfig, OptimizerConfig, Sche
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.step.trainer import make_trainer
 from tests.small import first_params, small_config, tokens_of
-from tests.step.gradients import assert_equals_reference, mesh_of, sharded_gradients
+from tests.step.gradients import assert_equals_reference, first_state, mesh_of, sharded_gradients
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_model_variants_equal_the_reference(model, moe):
 
 def run_steps(config: Config, steps: int = 3):
     trainer = make_trainer(config, mesh_of(config))
-    state, records = trainer.init(), []
+    state, records = first_state(config, trainer), []
     for seed in range(steps):
         state, metrics = trainer.step(state, tokens_of(config, seed))
         records.append(jax.device_get(metrics))

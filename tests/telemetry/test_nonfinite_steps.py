@@ -13,7 +13,7 @@ from moe_jax.step import fault_injection as faults
 from moe_jax.step.trainer import make_trainer
 from moe_jax.telemetry.nonfinite_steps import BadSteps
 from tests.small import small_config, tokens_of
-from tests.step.gradients import mesh_of
+from tests.step.gradients import first_state, mesh_of
 
 BIASED = {"gate": "sigmoid", "bias_update_rate": 0.01}
 SCHEDULED = {"schedule": {"policy": "unified", "microbatches": 2, "weight_grad": "greedy"}, "batch_size": 16}
@@ -37,7 +37,7 @@ def test_nan_on_one_device_and_a_loss_above_its_bound_change_nothing(name):
 
     def after(bounds_of_seeds: dict[int, float], first_step: int) -> tuple[list, list]:
         """States and metrics behind each step of these batches."""
-        state, states, metrics = trainer.init() | {"step": jnp.int32(first_step)}, [], []
+        state, states, metrics = first_state(config, trainer) | {"step": jnp.int32(first_step)}, [], []
         for seed, bound in bounds_of_seeds.items():
             state, found = trainer.step(state, tokens_of(config, seed), jnp.float32(bound))
             states.append(jax.device_get({part: state[part] for part in state if part != "step"}))
