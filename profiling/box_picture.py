@@ -8,11 +8,12 @@ import matplotlib.pyplot as plt
 
 from moe_jax.measure.trace import TracedOperation
 
-_COLORS = {"F": "#4c8bd6", "B": "#7a5fc0", "W": "#3f9e73", "G": "#d98a2b", "": "#b5b3ac"}
+_COLORS = {"F": "#4c8bd6", "B": "#7a5fc0", "W": "#3f9e73", "P": "#c9a227", "G": "#d98a2b", "": "#b5b3ac"}
 _MEANINGS = {
     "F": "forward",
     "B": "backward",
     "W": "weight gradients",
+    "P": "gathers of parameters",
     "G": "gradient sums",
     "": "optimiser and other",
 }

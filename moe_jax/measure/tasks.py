@@ -19,7 +19,7 @@ from moe_jax.schedule.schedule import Schedule
 
 Task = TypeVar("Task", ComputeInstruction, Collective)
 
-_SCOPE = re.compile(r"(?:^|[/(])([FBWG]\.[a-z]+(?:\.\d+){1,2})(?=[/)]|$)")
+_SCOPE = re.compile(r"(?:^|[/(])([FBWPG]\.[a-z]+(?:\.\d+){1,2})(?=[/)]|$)")
 
 
 @dataclass(frozen=True, kw_only=True)

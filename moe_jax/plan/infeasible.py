@@ -26,7 +26,9 @@ def too_large(search: PlanSearch, base: Config) -> Refused | None:
     limit, mesh = search.cluster.device.memory_bytes, mesh_text(base.mesh.sizes, base.mesh.experts_over_context)
     if limit is None:
         return None
-    if (parameters := search.memory_factor * parameter_bytes(base)) > limit:
+    # if that is open, and allowed
+    least = base if base.replicas else search.draft.choose(base, optimizer={"zero": 3})
+    if (parameters := search.memory_factor * parameter_bytes(least)) > limit:
         reason = f"needs {parameters / 1e9:.1f} of {limit / 1e9:.1f} GB at least, for parameters alone"
         return Refused(mesh, reason, parameters, parameters_alone=True)
     if search.fits_at_all(base):

@@ -33,6 +33,7 @@ _COLORS = {
     "combine": "#88c07f",
     "gather": "#2f8f83",
     "scatter": "#7fc4bb",
+    "parameters": "#d6a5c9",
     "reduce": "#b279a2",
     "counts": "#9d755d",
     "embed": "#79a9d1",
@@ -41,7 +42,11 @@ _COLORS = {
     "backward": "#7f9ab8",
 }
 _OTHER = "#bab0ac"
-_WORDS = {"reduce": "sums of gradients", "counts": "sum of routers' counts"}  # in the legend
+_WORDS = {  # in the legend
+    "parameters": "gathers of parameters",
+    "reduce": "sums of gradients",
+    "counts": "sum of routers' counts",
+}
 
 
 def predicted_bars(timeline: Timeline) -> list[Bar]:
@@ -147,7 +152,7 @@ def draw(timelines: Timelines, file: Path | BinaryIO, title: str, scales: Mappin
     length_ms = max(bar.end_s * 1e3 / scales.get(name, 1.0) for name, bars in timelines.items() for bar in bars)
     narrow_ms = length_ms / 500  # an edge would hide narrower bars
     # backward passes and weight gradients are hatched, to be visible in black and white
-    hatches = {"B": "///", "W": "...", "G": "", "F": ""}
+    hatches = {"B": "///", "W": "...", "P": "", "G": "", "F": ""}
     for y, (name, stream) in enumerate(rows):
         bars = [bar for bar in timelines[name] if bar.stream == stream]
         ms = 1e3 / scales.get(name, 1.0)
@@ -193,14 +198,18 @@ def draw(timelines: Timelines, file: Path | BinaryIO, title: str, scales: Mappin
 
 
 def _op(name: str) -> str:
-    """Return the op in an action's name, `reduce` for all sums of gradients. Other names are returned unchanged."""
+    """Return the op in an action's name: `reduce` for all sums of gradients, `parameters` for all gathers of these.
+    Other names are returned unchanged.
+    """
     direction = _direction(name)
     if not direction:
         return name
+    if direction == "P":
+        return "parameters"
     op = name.split(".")[1]
     return "reduce" if direction == "G" and op != "counts" else op
 
 
 def _direction(name: str) -> str:
     head, dot, _ = name.partition(".")
-    return head if dot and head in ("F", "B", "W", "G") else ""
+    return head if dot and head in ("F", "B", "W", "P", "G") else ""

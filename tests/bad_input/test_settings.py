@@ -45,7 +45,7 @@ CONFIG = [
         "model.moe.gate=a b must be softmax, sigmoid, gpt_oss, noisy, xmoe, deepseek_v2, deepseek_v3, hash, random, "
         "batch_prioritised, expert_choice, softmoe or balanced, or package.module:name",
     ),
-    ("a yes for a stage", "optimizer.zero=true", "optimizer.zero=True must be 0 or 1 or 2"),
+    ("a yes for a stage", "optimizer.zero=true", "optimizer.zero=True must be 0 or 1 or 2 or 3"),
     (
         "sums of each part behind all ticks",
         "optimizer.zero=2 mesh.pipeline=2 train.grad_accumulation=2",
