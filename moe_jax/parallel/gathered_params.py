@@ -36,7 +36,7 @@ class ParamGather:
 
     def gather(self, shard: jax.Array) -> jax.Array:
         """Return the whole array."""
-        return self.cut.all_gather(shard.astype(self.dtype)) if self.cut.axes else shard
+        return self.cut.all_gather(shard.astype(self.dtype), self.platform) if self.cut.axes else shard
 
     def __call__(self, shard: jax.Array) -> jax.Array:
         """Return the whole array. Its gradient is reduce-scattered: this device's shard of the sum over `cut.axes`."""

@@ -37,12 +37,15 @@ class ShardSpec:
         size = x.shape[self.dim] // ranks_of(self.axes)
         return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(self.axes) * size, size, self.dim)
 
-    def all_gather(self, x: jax.Array) -> jax.Array:
-        """All-gather the shards of all devices."""
-        if not self.axes:
-            return x
+    def all_gather(self, x: jax.Array, platform: str) -> jax.Array:
+        """All-gather the shards of all devices.
+
+        On TPU there is one all-gather per axis, because XLA:TPU cannot hide one over several axes.
+        """
         with jax.named_scope("gather_parameters"):
-            return jax.lax.all_gather(x, self.axes, axis=self.dim, tiled=True)
+            for axes in reversed(self.axes) if platform == "tpu" else filter(None, [self.axes]):
+                x = jax.lax.all_gather(x, axes, axis=self.dim, tiled=True)
+        return x
 
     def reduce_scatter(self, x: jax.Array, platform: str) -> jax.Array:
         """Reduce-scatter over the axes: return this device's shard of the sum.
@@ -116,7 +119,8 @@ def all_gather_params(cuts: Tree, tree: Tree, platform: str) -> Tree:
     before: jax.Array | None = None
     for i, cut in enumerate(jax.tree.leaves(cuts)):
         if cut.axes:
-            leaves[i] = before = cut.all_gather(leaves[i] if before is None else depend_on(leaves[i], before, platform))
+            shard = leaves[i] if before is None else depend_on(leaves[i], before, platform)
+            leaves[i] = before = cut.all_gather(shard, platform)
     return jax.tree.unflatten(structure, leaves)
 
 

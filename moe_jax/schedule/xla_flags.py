@@ -40,6 +40,11 @@ _SPARSE_CORE = (
         "true",
         "as above, of sums that optimizer.zero scatters: all 53 of a step of 8 blocks have a start and a done",
     ),
+    Flag(
+        "xla_tpu_enable_sparse_core_collective_offload_all_gather",
+        "true",
+        "gathers of parameters are synchronous otherwise (optimizer.zero=3)",
+    ),
 )
 _ALL_REDUCE_IN_FUSIONS = "an all-reduce is synchronous otherwise; in parts of fusions it overlaps with their products"
 _FUSED = tuple(

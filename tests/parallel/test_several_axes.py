@@ -78,7 +78,7 @@ def sums(device: jax.Array, axes: tuple[Axis, ...], ranks: int) -> dict[str, Any
     return made | {
         "scatter tpu": scatter_of("all_reduce", "tpu")(x_Pm, axes),
         "own part": cut.local_shard(x),
-        "whole": cut.all_gather(cut.local_shard(jnp.arange(6 * ranks).reshape(3, 2 * ranks))),
+        "whole": cut.all_gather(cut.local_shard(jnp.arange(6 * ranks).reshape(3, 2 * ranks)), "cpu"),
     }
 
 

@@ -46,8 +46,8 @@ def test_parts_are_those_of_the_flat_rows_and_make_up_the_whole(cut, platform):
         assert own.shape == cut.shape(x.shape, ranks)
         return (
             jnp.array_equal(row, own.ravel())[None],
-            cut.all_gather(own)[None],
-            cut.all_gather(cut.reduce_scatter(jnp.asarray(x), platform))[None],
+            cut.all_gather(own, platform)[None],
+            cut.all_gather(cut.reduce_scatter(jnp.asarray(x), platform), platform)[None],
         )
 
     same, whole, total = on_mesh(body, PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES), data=2, expert=4)(
