@@ -118,7 +118,8 @@ def candidates(name: str) -> Iterator[Any]:
 
 FIXED = {
     *("schedule.bucket_cap_mb", "schedule.microbatches", "schedule.expert_chunks", "schedule.virtual_stages"),
-    *("schedule.pipeline", "schedule.head_blocks", "mesh.experts_over_context", "log.trace_step"),
+    *("schedule.pipeline", "schedule.head_blocks", "schedule.param_gather", "mesh.experts_over_context"),
+    "log.trace_step",
     *("tune.over", "migration.enabled", "model.moe.capacity_schedule", "train.skip_spikes"),
     *("model.latent.q_lora_rank", "model.attention.full_every", "model.qk_norm_after_rope"),
     *(f"optimizer.{name}" for name in ("decay_fraction", "groups", "momentum")),
