@@ -316,6 +316,10 @@ REFUSED = {
     "schedule.policy=unified schedule.microbatches=4 schedule.backward_microbatches=3": (
         "schedule.backward_microbatches=3 cannot be made of schedule.microbatches=4: use 1, 2 or 4"
     ),
+    "schedule.param_gather=block optimizer.zero=1": (
+        "schedule.param_gather=block gathers nothing with optimizer.zero=1: "
+        "set optimizer.zero=3, or schedule.param_gather=prefetch"
+    ),
     "schedule.bucket_cap_mb=2.5": (
         "schedule.bucket_cap_mb=2.5 cuts nothing with schedule.grad_reduce=end: "
         "set schedule.grad_reduce=bucketed, or schedule.bucket_cap_mb=null"
