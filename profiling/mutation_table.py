@@ -326,10 +326,26 @@ MUTATIONS = (
     Mutation(
         "parts_gathered_in_another_order",
         "parallel/zero.py",
-        "return jax.lax.all_gather(x, self.axes, axis=self.dim, tiled=True)",
-        "return jax.lax.all_gather(x, self.axes[::-1], axis=self.dim, tiled=True)",
+        'for axes in reversed(self.axes) if platform == "tpu"',
+        'for axes in self.axes if platform == "tpu"',
         "parameters that were updated in parts are put together wrongly",
         ["tests/parallel/test_zero.py"],
+    ),
+    Mutation(
+        "gathered_gradients_unsummed",
+        "parallel/gathered_params.py",
+        "return (own.cut.reduce_scatter(grad.astype(jnp.float32), own.platform),)",
+        "return (own.cut.local_shard(grad.astype(jnp.float32)),)",
+        "a device trains its shard of the parameters with its own tokens alone",
+        ["tests/step/test_zero.py"],
+    ),
+    Mutation(
+        "parameters_gathered_early",
+        "schedule/param_gathers.py",
+        '"prefetch": 1}',
+        '"prefetch": 2}',
+        "a device has the parameters of three blocks at a time, and plans count two",
+        ["tests/schedule/test_param_gathers.py"],
     ),
     Mutation(
         "parts_along_another_dimension",
