@@ -65,6 +65,32 @@ def _exchange() -> list[Piece]:
     ]
 
 
+def _fully_sharded() -> list[Piece]:
+    whole, ahead, block = (result("fully_sharded_v5p_2x2x2")["stages"][name] for name in ("0", "3", "3, block"))
+
+    def of(row: dict) -> str:
+        return f"{row['step_ms']:.1f} ms"
+
+    def exposed(row: dict) -> str:
+        return f"{row['exposed_ms']:.2f} of {row['communication_ms']:.1f} ms"
+
+    return [
+        (
+            "fully_sharded.md",
+            f"Whole parameters: {of(whole)} a step, {exposed(whole)} of communication exposed, "
+            f"{whole['allocated_gb']:.1f} GB",
+        ),
+        (
+            "fully_sharded.md",
+            f"`prefetch`: {of(ahead)}, {exposed(ahead)} exposed, {ahead['allocated_gb']:.1f} GB (planned: "
+            f"{ahead['planned_gb']:.1f}). Gathers take {ahead['gathers_ms']:.2f} ms, of which "
+            f"{ahead['gathers_exposed_ms']:.2f} ms are exposed",
+        ),
+        ("fully_sharded.md", f"`block`: {of(block)}, {exposed(block)} exposed, {block['allocated_gb']:.1f} GB"),
+        ("fully_sharded.md", f"{ahead['synchronous_gathers']} of {ahead['gathers']} gathers are synchronous"),
+    ]
+
+
 def _pipelines() -> list[Piece]:
     h100, v5p = (result(f"pipeline_hlo_{target}")["schedules"] for target in ("h100_1x1x8", "v5p_2x2x2"))
     faster = [each["1f1b"]["step_ms"] / each["coscheduled"]["step_ms"] for each in (h100, v5p)]
@@ -169,6 +195,7 @@ SENTENCES = [
     *_readme(),
     *_scope(),
     *_exchange(),
+    *_fully_sharded(),
     *_pipelines(),
     *_plans(),
     *_training(),
