@@ -63,10 +63,11 @@ def _check_same(config: Config, saved: Config, run: Path, fixed: tuple[str, ...]
         free = free - {"model.moe.bias_update_rate"}
     for name, here, there in _differences(config, saved, ""):
         if name.startswith(fixed) and name not in free:
-            anew = f" with train.init_from={run}, where moments begin anew" if name.startswith("optimizer.") else ""
+            # parameters are kept, moments start at zero
+            reset = f" with train.init_from={run}, which resets the moments" if name.startswith("optimizer.") else ""
             raise CheckpointError(
                 f"{name}={here}, but the checkpoints in log.dir={run} have {name}={there}: "
-                f"use {name}={there}, or another log.dir{anew}"
+                f"use {name}={there}, or another log.dir{reset}"
             )
     if Stages.of(config).layout != Stages.of(saved).layout:
         here, there = (_stages_text(each) for each in (config, saved))

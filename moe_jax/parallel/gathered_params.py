@@ -13,10 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moe_jax.parallel.ordering import depend_on
 from moe_jax.parallel.sharding import Dims, is_matrix, map_dims
 from moe_jax.parallel.trees import Cuts, Gathers, ParamDims
-from moe_jax.parallel.zero import ShardSpec
+from moe_jax.parallel.zero import ShardSpec, all_gather_in_order
 
 _ACTIVATIONS = (("context",), ("tensor",))  # axes of other gathers
 _ROUTERS = {"choices", "slots"}  # dimensions of gates' matrices, which compute in float32
@@ -36,7 +35,11 @@ class ParamGather:
 
     def gather(self, shard: jax.Array) -> jax.Array:
         """Return the whole array."""
-        return self.cut.all_gather(shard.astype(self.dtype), self.platform) if self.cut.axes else shard
+        return self.cut.all_gather(self.cast(shard), self.platform)
+
+    def cast(self, shard: jax.Array) -> jax.Array:
+        """Return a shard in the type that is gathered."""
+        return shard.astype(self.dtype) if self.cut.axes else shard
 
     def __call__(self, shard: jax.Array) -> jax.Array:
         """Return the whole array. Its gradient is reduce-scattered: this device's shard of the sum over `cut.axes`."""
@@ -86,8 +89,5 @@ def gathers_of(cuts: Cuts, dims: ParamDims, compute_dtype: str, platform: str, *
 
 def gather_in_order(gathers: Sequence[ParamGather], shards: Sequence[jax.Array]) -> list[jax.Array]:
     """Return whole arrays, gathered one after another."""
-    whole, before = list(shards), None
-    for i, own in enumerate(gathers):
-        if own.cut.axes:
-            whole[i] = before = own.gather(whole[i] if before is None else depend_on(whole[i], before, own.platform))
-    return whole
+    casted = [own.cast(shard) for own, shard in zip(gathers, shards, strict=True)]
+    return all_gather_in_order([own.cut for own in gathers], casted, gathers[0].platform)

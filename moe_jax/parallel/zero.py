@@ -8,7 +8,7 @@ P ranks over which an array is sharded, n numbers in the shard of each rank.
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -111,17 +111,22 @@ def local_shards(cuts: Tree, tree: Tree) -> Tree:
 
 
 def all_gather_params(cuts: Tree, tree: Tree, platform: str) -> Tree:
-    """All-gather a tree of shards into whole arrays, one after another.
+    """All-gather a tree of shards into whole arrays, one after another."""
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, all_gather_in_order(jax.tree.leaves(cuts), leaves, platform))
+
+
+def all_gather_in_order(cuts: Sequence[ShardSpec], shards: Sequence[jax.Array], platform: str) -> list[jax.Array]:
+    """All-gather shards into whole arrays, one after another.
 
     Without this order compilers combine the collectives and assemble the pieces in other memory.
     """
-    leaves, structure = jax.tree.flatten(tree)
-    before: jax.Array | None = None
-    for i, cut in enumerate(jax.tree.leaves(cuts)):
+    whole, before = list(shards), None
+    for i, cut in enumerate(cuts):
         if cut.axes:
-            shard = leaves[i] if before is None else depend_on(leaves[i], before, platform)
-            leaves[i] = before = cut.all_gather(shard, platform)
-    return jax.tree.unflatten(structure, leaves)
+            shard = whole[i] if before is None else depend_on(whole[i], before, platform)
+            whole[i] = before = cut.all_gather(shard, platform)
+    return whole
 
 
 def shard_partition_specs(cuts: Tree, specs: Tree) -> Tree:

@@ -91,6 +91,18 @@ class StepContext:
         whole = zero.no_cuts(self.specs["segments"])
         return self.specs | {"segments": self.grad_specs["segments"]}, self.cuts | {"segments": whole}
 
+    def own_shards(self, params: Params) -> Params:
+        """Return this device's shards of stored parameters, which it updates."""
+        own: Params = params if self.is_fully_sharded else zero.local_shards(self.cuts, params)
+        return own
+
+    def as_stored(self, own: Params) -> Params:
+        """Return the parameters to store, from this device's updated shards."""
+        if self.is_fully_sharded:
+            return own
+        stored: Params = zero.all_gather_params(self.cuts, own, self.compute.platform)
+        return stored
+
     def with_whole_ends(self, params: Params) -> Params:
         """Return stored parameters with the embedding, the last norm and the head gathered.
 

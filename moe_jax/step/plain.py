@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.models.gates.inputs import BatchPart
 from moe_jax.models.head import head_loss
 from moe_jax.models.transformer import forward
-from moe_jax.parallel import background, zero
+from moe_jax.parallel import background
 from moe_jax.parallel.grad_sync import global_norm, sum_over_batch, sync_gradients
 from moe_jax.parallel.ordering import depend_on
 from moe_jax.parallel.trees import Grads, Params
@@ -116,7 +116,7 @@ def train_step(
     increments the step counter.
     """
     background.new_program()  # numbers the collectives of CPU threads from 0
-    config, compute, cuts = context.config, context.compute, context.cuts
+    config, compute = context.config, context.compute
     inputs = StepInputs.of(token_BN1, context, BatchPart(state["step"]), slots_of(state))
     params = fault_injection.inject_faults(state["params"], state["step"])  # unchanged outside of tests
     grads, parts = gradients(params, inputs, context)
@@ -132,7 +132,7 @@ def train_step(
         is_good &= metrics["loss"] <= max_loss
     with jax.named_scope("optimizer"):
         factor = clip_factor(norm, config.optimizer.clip_norm)
-        params = state["params"] if context.is_fully_sharded else zero.local_shards(cuts, state["params"])
+        params = context.own_shards(state["params"])
         clipped = jax.tree.map(lambda g: g * factor, grads)
         updates, moments = context.optimizer.update(clipped, state["optimizer"], params, is_good=is_good)
         learned = optax.apply_updates(params, updates)
@@ -140,7 +140,7 @@ def train_step(
         learned = unless_bad(is_good, learned, params)
     new_state = {
         "step": state["step"] + 1,
-        "params": learned if context.is_fully_sharded else zero.all_gather_params(cuts, learned, compute.platform),
+        "params": context.as_stored(learned),
         "optimizer": with_counts_unless_bad(is_good, moments, state["optimizer"]),
         **with_load_added(state, metrics, is_good),
     }

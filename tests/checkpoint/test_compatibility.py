@@ -33,7 +33,7 @@ def test_another_optimizer_is_refused_with_a_way_to_keep_the_parameters() -> Non
         check_same_model(Config(), saved, Path("run"), step=3)
     assert str(refusal.value) == (
         "optimizer.name=adamw, but the checkpoints in log.dir=run have optimizer.name=muon: use optimizer.name=muon, "
-        "or another log.dir with train.init_from=run, where moments begin anew"
+        "or another log.dir with train.init_from=run, which resets the moments"
     )
     del saved["optimizer"]["name"]  # of a version that had no other optimizer than AdamW
     check_same_model(Config(), saved, Path("run"), step=3)

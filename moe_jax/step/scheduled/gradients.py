@@ -101,7 +101,7 @@ def _gradients_of_part(
     number, _ = scanned_blocks(context.config)
     stacked = Stacked(
         params["segments"][number],
-        context.gathers["segments"][number] if gathering else None,
+        context.block_gathers and context.block_gathers[number],
         plan.cuts["segments"][number],
         None if earlier is None else earlier["segments"][number],
         router_inputs,

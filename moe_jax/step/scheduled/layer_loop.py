@@ -42,7 +42,7 @@ class Stacked(NamedTuple):
     """
 
     params: Tree  # this device's shards, if there are `gathers`
-    gathers: Tree | None  # how its parameters are gathered; None: devices have them
+    gathers: Tree | None  # how those of one block are gathered; None: devices have them
     cuts: Tree  # how its parameters are sharded by ZeRO
     earlier: Tree | None  # gradients that are added to those of the iterations
     router_inputs: RouterInputs | None  # what gates read besides features, before block 0
@@ -91,8 +91,7 @@ class LayerScan:
             return None
         named = max(shift, 0) * self.scan_blocks.size
         place = {block: self.layout.place(0, block)[1] for block in self._blocks}
-        own = jax.tree.map(lambda gather: gather.unstacked(), self.gathers)
-        gathers = {block + named: own[place[block]] for block in self._blocks}
+        gathers = {block + named: self.gathers[place[block]] for block in self._blocks}
         return ParamGathering(gathers, consts.shards, {})
 
     def _gathered(self, tasks: Tasks, shift: int) -> Whole | None:
