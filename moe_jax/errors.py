@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from moe_jax.environment import flags_problem, stream_problem
-from moe_jax.paths import plain_path
+from moe_jax.paths import plain_path, shown
 
 EXIT_BAD_INPUT = 2
 EXIT_DIVERGED = 3
@@ -107,8 +107,13 @@ def is_full_disk(error: BaseException | None) -> bool:
 
 def parse_path(name: str, text: str) -> Path:
     """Return a path from a command line with `~` and variables replaced; `name` is the argument. Raises ConfigError."""
+    return Path(plain_argument(name, text))
+
+
+def plain_argument(name: str, text: str, buckets: bool = False) -> str:
+    """Do the same for an argument that may be the URL of a folder or file in a bucket, if `buckets` is set."""
     try:
-        return Path(plain_path(text))
+        return plain_path(text, buckets)
     except ValueError as error:
         raise ConfigError(f"{name} {text} {error}") from None
 
@@ -127,7 +132,8 @@ def _escaped(character: str) -> str:
 
 
 def _exit_with(message: str, code: int = EXIT_BAD_INPUT, kind: str = "error") -> NoReturn:
-    line = "".join(each if each.isprintable() else _escaped(each) for each in " ".join(message.splitlines()))
+    message = " ".join(shown(message).splitlines())
+    line = "".join(each if each.isprintable() else _escaped(each) for each in message)
     if len(line) > _LONGEST:
         line = f"{line[: _LONGEST // 2]} … {line[-_LONGEST // 2 :]}"
     with suppress(OSError):  # stderr has no reader

@@ -781,7 +781,7 @@ MUTATIONS = (
     Mutation(
         "commit_not_looked_at",
         "checkpoint/files.py",
-        "        _check_commit(checkpoint)\n",
+        "        _check_commit(storage, step)\n",
         "",
         "a checkpoint that was not finished is resumed from",
         ["tests/checkpoint/test_save.py"],

@@ -7,10 +7,17 @@ Each line is {"messages": [{"role": "user", "content": "…"}, {"role": "assista
 """
 
 import argparse
-from pathlib import Path
 
 from moe_jax.data.prepare_chat import prepare_chat
-from moe_jax.errors import CommandParser, parse_path, run_command
+from moe_jax.errors import CommandParser, run_command
+from moe_jax.files.local_copy import (
+    all_uploaded_or_nothing,
+    check_is_empty,
+    input_place,
+    output_folder,
+    parse_place,
+    place_of,
+)
 
 
 def main() -> None:
@@ -19,8 +26,10 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("input", type=Path, help="a .jsonl or .json file (each also as .gz), or a folder of them")
-    parser.add_argument("output", type=Path, help="the folder to make")
+    parser.add_argument(
+        "input", type=input_place, help="a .jsonl or .json file (each also as .gz), or a folder of them"
+    )
+    parser.add_argument("output", type=output_folder, help="the folder to make")
     parser.add_argument(
         "--tokenizer", required=True, metavar="FOLDER", help="of a model: its tokenizer.json and chat template"
     )
@@ -28,14 +37,16 @@ def main() -> None:
     parser.add_argument("--template", metavar="FILE", help="a chat template, instead of the model's")
     parser.add_argument("--validation-fraction", type=float, default=0.1, metavar="F", help="of the conversations")
     arguments = parser.parse_args()
-    made = prepare_chat(
-        arguments.input,
-        arguments.output,
-        tokenizer=parse_path("--tokenizer", arguments.tokenizer),
-        seq_len=arguments.seq_len,
-        template=None if arguments.template is None else parse_path("--template", arguments.template),
-        validation_fraction=arguments.validation_fraction,
-    )
+    check_is_empty("OUTPUT", arguments.output)
+    with all_uploaded_or_nothing(arguments.output):
+        made = prepare_chat(
+            arguments.input,
+            arguments.output,
+            tokenizer=parse_place("--tokenizer", arguments.tokenizer),
+            seq_len=arguments.seq_len,
+            template=None if arguments.template is None else parse_place("--template", arguments.template),
+            validation_fraction=arguments.validation_fraction,
+        )
     meta, tokens = made.meta, made.meta.train_tokens + made.meta.validation_tokens
     left_out = [f"{made.too_long:,} are longer than a sequence"] if made.too_long else []
     left_out += [f"in {made.silent:,} the assistant says nothing"] if made.silent else []
@@ -45,7 +56,7 @@ def main() -> None:
     print(
         f"{meta.train_tokens // length:,} sequences to train and {meta.validation_tokens // length:,} to validate; "
         f"{made.counted_tokens / tokens:.1%} of their tokens count in the loss, {made.filling_tokens / tokens:.1%} are "
-        f"filling; use data.path={arguments.output} data.mask_documents=true data.seq_len={meta.seq_len} "
+        f"filling; use data.path={place_of(arguments.output)} data.mask_documents=true data.seq_len={meta.seq_len} "
         f"model.vocab_size={meta.vocab_size}"
     )
 

@@ -7,11 +7,18 @@ python scripts/prepare_text.py --verify tokens/mine                             
 """
 
 import argparse
-from pathlib import Path
 
 from moe_jax.data.prepare import prepare_text
 from moe_jax.data.tokens import verify_tokens
-from moe_jax.errors import CommandParser, parse_path, run_command
+from moe_jax.errors import CommandParser, run_command
+from moe_jax.files.local_copy import (
+    all_uploaded_or_nothing,
+    check_is_empty,
+    input_place,
+    output_folder,
+    parse_place,
+    place_of,
+)
 
 
 def main() -> None:
@@ -22,10 +29,10 @@ def main() -> None:
     )
     parser.add_argument(
         "input",
-        type=Path,
+        type=input_place,
         help="a .txt, .jsonl, .json (each also as .gz) or .parquet file, or a folder of them at any depth",
     )
-    parser.add_argument("output", type=Path, nargs="?", help="the folder to make")
+    parser.add_argument("output", type=output_folder, nargs="?", help="the folder to make")
     parser.add_argument(
         "--tokenizer", default="bytes", help="bytes, bpe (a new one), or a folder with a tokenizer.json"
     )
@@ -39,22 +46,22 @@ def main() -> None:
     if arguments.verify:
         folder, meta = arguments.input, verify_tokens(arguments.input)
     else:
-        tokenizer = arguments.tokenizer
-        folder, meta = (
-            arguments.output,
-            prepare_text(
+        tokenizer, folder = arguments.tokenizer, arguments.output
+        check_is_empty("OUTPUT", folder)
+        with all_uploaded_or_nothing(folder):
+            meta = prepare_text(
                 arguments.input,
-                arguments.output,
-                tokenizer=tokenizer if tokenizer in ("bytes", "bpe") else parse_path("--tokenizer", tokenizer),
+                folder,
+                tokenizer=tokenizer if tokenizer in ("bytes", "bpe") else parse_place("--tokenizer", tokenizer),
                 vocab_size=arguments.vocab_size,
                 validation_fraction=arguments.validation_fraction,
                 text_key=arguments.text_key,
-            ),
-        )
+            )
     packed = f" data.mask_documents=true data.seq_len={meta.seq_len}" if meta.seq_len else ""
     print(
         f"{meta.train_tokens:,} tokens to train and {meta.validation_tokens:,} to validate "
-        f"(text files: {len(meta.sources)}); use data.path={folder}{packed} model.vocab_size={meta.vocab_size}"
+        f"(text files: {len(meta.sources)}); use data.path={place_of(folder)}{packed} "
+        f"model.vocab_size={meta.vocab_size}"
     )
 
 

@@ -68,9 +68,16 @@ REFUSED = {
         "checkpoint.safety_copies_every=2 makes copies to resume from, which checkpoint.resume=false refuses: use "
         "checkpoint.resume=true, or checkpoint.safety_copies_every=0"
     ),
-    "log.dir=gs://bucket/run": (
-        "log.dir=gs://bucket/run is a URL, and only folders and files of this machine (or mounted there) are read and "
-        "written: name one"
+    "log.dir=https://bucket/run": (
+        "log.dir=https://bucket/run is a URL, and only gs://BUCKET/NAME, s3://BUCKET/NAME and paths on this machine "
+        "(or mounted there) are read and written: name one"
+    ),
+    "log.dir=gs://bucket": (
+        "log.dir=gs://bucket names a whole bucket: name a folder or a file in it, as in gs://bucket/NAME"
+    ),
+    "tune.cache=gs://bucket/x": (
+        "tune.cache=gs://bucket/x is a URL, and this is read and written on this machine (or mounted there) only: name "
+        "a path there"
     ),
     "log.dir=": "log.dir is empty: name the folder that receives the run",
     "log.trace_step=1": "log.trace_step=1 must be at least 2 (or null)",

@@ -10,13 +10,16 @@ import tensorstore
 from numpy.typing import NDArray
 
 from moe_jax.checkpoint.checksums import digest_program, names_of
-from moe_jax.checkpoint.files import FOLDER, STATE, DamagedError, checkpoints_dir, first_line
+from moe_jax.checkpoint.files import FOLDER, STATE, DamagedError, first_line, outage_message
 from moe_jax.checkpoint.record import ArrayRecord, Record
+from moe_jax.checkpoint.storage import storage_of
 from moe_jax.distributed.processes import allgather
 from moe_jax.errors import CheckpointError
+from moe_jax.files.object_store import is_outage
 from moe_jax.step.compile_cache import compiled
 
 _READERS = 8  # threads; each reads one array at a time
+_OUTAGE = 2  # what a process reports that could not read; 1: that has read damaged arrays
 
 
 def array_records(state: Any, digests: Any) -> dict[str, ArrayRecord]:
@@ -32,16 +35,20 @@ def array_records(state: Any, digests: Any) -> dict[str, ArrayRecord]:
 def read_arrays(run: Path, record: Record, shapes: Any) -> Any:
     """Read a part of a checkpoint's state onto the devices, with the shardings of `shapes`; all processes call it.
 
-    Raises CheckpointError if the arrays belong to another model, and DamagedError if they differ from what was saved.
+    Raises CheckpointError if the arrays belong to another model or cannot be read now, and DamagedError if they differ
+    from what was saved.
     """
     _check_shapes(run, record, shapes)
-    path = checkpoints_dir(run) / str(record.step) / STATE
-    found, problem = None, ""
+    base = storage_of(run).spec(f"{record.step}/{STATE}")
+    found, problem, outage = None, "", False
     try:
-        found = _read(path, shapes)
+        found = _read(base, shapes)
     except Exception as error:  # tensorstore's errors have no common type
-        problem = first_line(error)
-    if any(allgather(found is None)):
+        problem, outage = first_line(error), is_outage(error)
+    failed = allgather(_OUTAGE if outage else int(found is None))
+    if _OUTAGE in failed:
+        raise CheckpointError(outage_message(run, record.step, problem or "another process cannot read it"))
+    if any(failed):
         raise DamagedError(problem or "another process cannot read it")
     digests = jax.device_get(compiled(digest_program(shapes).lower(shapes))(found))
     leaves = array_records(found, digests)
@@ -66,12 +73,12 @@ def _check_shapes(run: Path, record: Record, shapes: Any) -> None:
             )
 
 
-def _read(path: Path, shapes: Any) -> Any:
-    """Read arrays with tensorstore directly.
+def _read(base: dict[str, Any], shapes: Any) -> Any:
+    """Read arrays with tensorstore directly from the folder that `base` describes.
 
     orbax would cast types silently, and its threads print the stack traces of errors that it also raises.
     """
-    context, base = tensorstore.Context(), {"driver": "file", "path": f"{path}/"}
+    context = tensorstore.Context()
 
     def read(name: str, wanted: Any) -> jax.Array:
         store = tensorstore.open(

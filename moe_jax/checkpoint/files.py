@@ -6,19 +6,18 @@ from pathlib import Path
 
 import tensorstore
 
+from moe_jax.checkpoint.in_bucket import COMMITTED
 from moe_jax.checkpoint.record import Record, read_record
+from moe_jax.checkpoint.storage import Storage, storage_of
 from moe_jax.errors import CheckpointError
-from moe_jax.files.untrusted import read_json
+from moe_jax.files.local_copy import CHECKPOINTS as FOLDER
+from moe_jax.files.object_store import is_outage
+from moe_jax.files.untrusted import parse_json, read_json
 from moe_jax.measure.provenance import PROVENANCE
 
-FOLDER = "checkpoints"
 STATE = "state"  # the item's folder in a checkpoint
-_COMMITTED = "_CHECKPOINT_METADATA"  # orbax's file with the time of the commit
-
-
-def checkpoints_dir(run: Path) -> Path:
-    """Return the folder of a run's checkpoints in the form that tensorstore and orbax need: absolute, without `..`."""
-    return (run / FOLDER).resolve()
+COMMIT_TIME = "commit_timestamp_nsecs"  # in the file with the commit mark
+BY_ORBAX = "item_handlers"  # in that file, if orbax has written it
 
 
 class DamagedError(Exception):
@@ -32,7 +31,7 @@ def newest_checkpoint(run: Path, damaged: MutableMapping[int, str] | None = None
     damaged here are added. Raises CheckpointError if there are checkpoints and none is intact.
     """
     damaged = {} if damaged is None else damaged
-    steps = _steps(run)
+    steps = steps_of(run)
     for step in steps:
         if step not in damaged:
             try:
@@ -49,20 +48,30 @@ def newest_checkpoint(run: Path, damaged: MutableMapping[int, str] | None = None
 
 
 def check_files(run: Path, step: int) -> Record:
-    """Return the record of a step's checkpoint. Raises DamagedError unless all its files exist in full length."""
-    checkpoint = checkpoints_dir(run) / str(step)
+    """Return the record of a step's checkpoint. Raises DamagedError unless all its files exist in full length.
+
+    Raises CheckpointError if a bucket cannot be read.
+    """
+    storage = storage_of(run)
     try:
-        _check_commit(checkpoint)
-        record = read_record(checkpoint)
+        _check_commit(storage, step)
+        record = read_record(storage, step)
         if record.step != step:
             raise ValueError(f"it holds step {record.step}")
         here = saved_run_id(run)
         if here and record.run and record.run != here:
             raise ValueError(f"it is of another run, {record.run}, and {PROVENANCE} has {here}")
-        _check_arrays(checkpoint)
+        _check_arrays(storage, step)
     except Exception as error:  # tensorstore's errors have no common type
+        if is_outage(error):
+            raise CheckpointError(outage_message(run, step, first_line(error))) from None
         raise DamagedError(first_line(error)) from error
     return record
+
+
+def outage_message(run: Path, step: int, reason: str) -> str:
+    """Say that a checkpoint cannot be read for the moment, so that it is not known to be damaged."""
+    return f"checkpoint {run / FOLDER / str(step)} cannot be read now ({reason}): run the same command again"
 
 
 def saved_run_id(folder: Path) -> str:
@@ -82,37 +91,32 @@ def first_line(error: Exception) -> str:
     return line
 
 
-def _steps(run: Path) -> list[int]:
+def steps_of(run: Path) -> list[int]:
     """List the steps of a run's checkpoints, newest first. Raises CheckpointError if their folder cannot be read."""
-    folder = run / FOLDER
-    try:
-        if folder.exists() and not folder.is_dir():
-            raise CheckpointError(f"{folder} is not a folder: remove it, or use another log.dir")
-        found = [path.name for path in folder.glob("*") if path.is_dir()]
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read ({error.strerror}): use another log.dir") from None
+    found = storage_of(run).folders()
     return sorted((int(name) for name in found if re.fullmatch(r"0|[1-9][0-9]*", name)), reverse=True)
 
 
-def _check_commit(checkpoint: Path) -> None:
-    """Raise ValueError unless orbax has committed the checkpoint."""
-    if not isinstance(_json(checkpoint, _COMMITTED).get("commit_timestamp_nsecs"), int):
+def _check_commit(storage: Storage, step: int) -> None:
+    """Raise ValueError unless the checkpoint was committed."""
+    if not isinstance(_json(storage, step, COMMITTED).get(COMMIT_TIME), int):
         raise ValueError("it was not committed")
 
 
-def _check_arrays(checkpoint: Path) -> None:
+def _check_arrays(storage: Storage, step: int) -> None:
     """Raise ValueError unless every file that the arrays' indices name exists in its full length.
 
     This check decides from which step a run resumes, before any array is read.
     """
-    _json(checkpoint, f"{STATE}/_METADATA")
-    _require(checkpoint, f"{STATE}/manifest.ocdbt", 1)
-    store = tensorstore.KvStore.open({"driver": "file", "path": f"{checkpoint / STATE}/"}).result()
+    if BY_ORBAX in _json(storage, step, COMMITTED):
+        _json(storage, step, f"{STATE}/_METADATA")
+    storage.require(f"{step}/{STATE}/manifest.ocdbt", 1)
+    store = tensorstore.KvStore.open(storage.spec(f"{step}/{STATE}")).result()
     nodes = [tensorstore.ocdbt.dump(store).result()["versions"][-1]["root"]["location"]]
     sizes: dict[str, int] = {}
     while nodes:
         name, size = _extent(nodes[-1])
-        _require(checkpoint, name, size)
+        storage.require(f"{step}/{name}", size)
         for entry in tensorstore.ocdbt.dump(store, nodes.pop()).result()["entries"]:
             if "location" in entry:
                 nodes.append(entry["location"])
@@ -120,13 +124,13 @@ def _check_arrays(checkpoint: Path) -> None:
                 name, size = _extent(entry["indirect_value"])
                 sizes[name] = max(size, sizes.get(name, 0))
     for name in sorted(sizes):
-        _require(checkpoint, name, sizes[name])
+        storage.require(f"{step}/{name}", sizes[name])
 
 
-def _json(checkpoint: Path, name: str) -> dict[str, object]:
-    _require(checkpoint, name, 1)
+def _json(storage: Storage, step: int, name: str) -> dict[str, object]:
+    storage.require(f"{step}/{name}", 1)
     try:
-        found = read_json(checkpoint / name)
+        found = parse_json(storage.read(f"{step}/{name}"))
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     if not isinstance(found, dict):
@@ -138,11 +142,3 @@ def _extent(location: str) -> tuple[str, int]:
     """Return the file of a location `kind:folder:name:offset:length`, and its least possible size in bytes."""
     _, folder, name, offset, length = location.split(":")
     return f"{STATE}/{folder}{name}", int(offset) + int(length)
-
-
-def _require(checkpoint: Path, name: str, size: int) -> None:
-    file = checkpoint / name
-    if not file.is_file():
-        raise ValueError(f"{name} is missing")
-    if file.stat().st_size < size:
-        raise ValueError(f"{name} has {file.stat().st_size} of {size} bytes")

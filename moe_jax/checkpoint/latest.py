@@ -5,6 +5,7 @@ from pathlib import Path
 
 from moe_jax.checkpoint.files import FOLDER, DamagedError, check_files, newest_checkpoint
 from moe_jax.checkpoint.record import Record
+from moe_jax.checkpoint.storage import storage_of
 from moe_jax.distributed.processes import allgather
 from moe_jax.errors import CheckpointError
 
@@ -32,7 +33,7 @@ def agreed_newest(run: Path, damaged: MutableMapping[int, str]) -> int | None:
                 raise problem
             return newest
         step = max(found) - _STEP_0
-        if step < 0 or not all(allgather((run / FOLDER / str(step)).is_dir())):
+        if step < 0 or not all(allgather(storage_of(run).has(step))):
             steps = [_WITHOUT.get(each) or each - _STEP_0 for each in found]
             raise CheckpointError(
                 f"{run / FOLDER} is not the same on all processes (they find steps {', '.join(map(str, steps))}): "

@@ -15,6 +15,7 @@ from moe_jax.config.layer_layout import Stages
 from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import CheckpointError
 from moe_jax.models.placement import slot_shapes
+from moe_jax.paths import shown
 from moe_jax.step.expert_placement import ordered, placement_shapes
 
 T = TypeVar("T")
@@ -31,7 +32,7 @@ def load_params(run: Path, params_shapes: Any) -> Any:
     if found is None:
         raise CheckpointError(f"run {run} has no checkpoint: train it first, or name another run folder")
     for step, reason in damaged.items():
-        print(f"warning: {damage_message(run, step, reason)}; using step {found[0]}", file=sys.stderr)
+        print(f"warning: {shown(damage_message(run, step, reason))}; using step {found[0]}", file=sys.stderr)
     return found[1]
 
 

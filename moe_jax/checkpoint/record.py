@@ -1,17 +1,17 @@
 """The record in a checkpoint: its step, the digest of each array, and all state of a run that is not an array."""
 
 import dataclasses
+import errno
 import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from moe_jax.checkpoint.checksums import Digest
-from moe_jax.files.untrusted import read_json
+from moe_jax.files.untrusted import parse_json
 
-RECORD = "record"  # the item's folder in a checkpoint
+METADATA = "record/metadata"  # the file of the item `record` in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -69,15 +69,20 @@ class Record:
         return cls(**content | {"leaves": leaves})
 
 
-def read_record(checkpoint: Path) -> Record:
-    """Read the record in a checkpoint's folder. Raises ValueError if it is missing or damaged."""
-    name = f"{RECORD}/metadata"
+class Readable(Protocol):
+    """The files of a run's checkpoints, of which one can be read."""
+
+    def read(self, name: str) -> bytes: ...
+
+
+def read_record(storage: Readable, step: int) -> Record:
+    """Read the record of a step's checkpoint. Raises ValueError if it is missing or damaged."""
+    name = METADATA
     try:
-        return Record.from_json(read_json(checkpoint / name))
-    except FileNotFoundError:
-        raise ValueError(f"{name} is missing") from None
+        return Record.from_json(parse_json(storage.read(f"{step}/{name}")))
     except OSError as error:
-        raise ValueError(f"{name}: {error.strerror}") from None
+        reason = " is missing" if error.errno == errno.ENOENT else f": {error.strerror}"
+        raise ValueError(f"{name}{reason}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{name}: {error}") from None
 

@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -14,14 +13,17 @@ import jax
 import orbax.checkpoint as ocp
 
 from moe_jax.checkpoint.arrays import array_records
+from moe_jax.checkpoint.bucket_writer import BucketWriter
 from moe_jax.checkpoint.checksums import agreed_digests
-from moe_jax.checkpoint.files import FOLDER, DamagedError, check_files, checkpoints_dir, first_line
+from moe_jax.checkpoint.files import FOLDER, DamagedError, check_files, first_line, steps_of
+from moe_jax.checkpoint.in_bucket import BucketStorage
 from moe_jax.checkpoint.quarantine import quarantine
 from moe_jax.checkpoint.record import Record
 from moe_jax.checkpoint.save_barrier import SaveBarrier
+from moe_jax.checkpoint.storage import storage_of
 from moe_jax.distributed.processes import allgather, is_main_process
 from moe_jax.errors import CheckpointError, ConfigError, is_full_disk
-from moe_jax.files.atomic import check_writable
+from moe_jax.files.upload import upload_now
 from moe_jax.plan.plan_text import size
 from moe_jax.telemetry.run_log import RunLog
 
@@ -44,6 +46,7 @@ class Checkpoints:
         self, run: Path, keep: int, log: RunLog, digests: Callable[[Any], jax.Array], about: Mapping[str, Any]
     ):
         self._run, self._keep, self._log, self._digests, self._about = run, keep, log, digests, about
+        self._storage = storage_of(run)
         self._pending_step: int | None = None  # of the save that may still be in progress
         self._start_error: Exception | None = None  # raised when that save was started
         self._num_failed, self._final_error = 0, ""  # failed saves, and the message if the last save failed
@@ -92,16 +95,17 @@ class Checkpoints:
         if step == self._latest():
             return
         needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        free = shutil.disk_usage(checkpoints_dir(self._run)).free
-        if any(allgather(free < needed + RESERVED_BYTES)):  # otherwise the save would fail halfway
-            self._report_failure(step, f"it takes {size(needed)}, and there are {size(free)} left", "free some space")
+        free = self._storage.free_bytes()
+        if any(allgather(free is not None and free < needed + RESERVED_BYTES)):  # otherwise it would fail halfway
+            self._report_failure(
+                step, f"it takes {size(needed)}, and there are {size(free or 0)} left", "free some space"
+            )
             return
         self._pending_step, leaves = step, array_records(state, agreed_digests(self._digests(state), step, state))
         record = Record(step=step, leaves=leaves, **host, **self._about)
-        items = {"state": ocp.args.StandardSave(state), "record": ocp.args.JsonSave(record.to_json())}
         self._barrier.begin()
         try:
-            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+            self._manager.write(step, state, record.to_json())
         except Exception as problem:  # orbax and its storage layer have no common type
             self._start_error = problem
             self._barrier.end()
@@ -149,7 +153,7 @@ class Checkpoints:
             self._deleted.add(step)
             if is_main_process():
                 try:
-                    shutil.rmtree(checkpoints_dir(self._run) / str(step))
+                    self._storage.delete(step)
                 except OSError as error:
                     self._log.warn(f"the old checkpoint of step {step} in {self._run} stays ({error.strerror})")
 
@@ -161,9 +165,8 @@ class Checkpoints:
         """Report checkpoints that were deleted during the run, and make their folder again if it is gone."""
         if self._manager is None:
             return
-        folder = checkpoints_dir(self._run)
-        missing = [each for each in self._steps() if not (folder / str(each)).is_dir()]
-        if not any(allgather(bool(missing) or not folder.is_dir())):
+        missing = [each for each in self._steps() if not self._storage.has(each)]
+        if not any(allgather(bool(missing) or not self._storage.is_there())):
             return
         if missing:
             steps = ", ".join(map(str, missing))
@@ -193,26 +196,28 @@ class Checkpoints:
         )
 
     def _new_manager(self) -> Any:
-        """Make an orbax manager. If the folder cannot be written, return None and set `_unwritable` to the reason.
+        """Make an orbax manager, or the writer of a bucket.
 
-        This is checked first because orbax, if it fails there, leaves threads and other processes waiting.
+        If the folder cannot be written, return None and set `_unwritable` to the reason. This is checked first because
+        orbax, if it fails there, leaves threads and other processes waiting.
         """
-        folder, self._unwritable = checkpoints_dir(self._run), ""
+        self._unwritable = ""
         if is_main_process():
             try:
-                folder.mkdir(parents=True, exist_ok=True)
-                check_writable(folder / "test")
+                self._storage.prepare()
             except OSError as error:
                 self._unwritable = error.strerror or str(error)
         if any(allgather(bool(self._unwritable))):
             self._unwritable = self._unwritable or "process 0 cannot write it"
             return None
+        if isinstance(self._storage, BucketStorage):
+            return BucketWriter(self._storage, steps_of(self._run), self._barrier, lambda: upload_now(self._run))
         options = ocp.CheckpointManagerOptions(
             cleanup_tmp_directories=True,
             lightweight_initialize=True,  # otherwise orbax reads files in damaged folders
             async_options=ocp.AsyncOptions(barrier_sync_fn=self._barrier),
         )
-        return _Manager(folder, options=options)
+        return _Manager(self._storage.folder, options=options)
 
 
 class _Manager(ocp.CheckpointManager):
@@ -224,6 +229,11 @@ class _Manager(ocp.CheckpointManager):
 
     def reached_preemption(self, step: int) -> bool:
         return False
+
+    def write(self, step: int, state: Any, record: Mapping[str, Any]) -> None:
+        """Begin to save a state and a record."""
+        items = {"state": ocp.args.StandardSave(state), "record": ocp.args.JsonSave(record)}
+        self.save(step, args=ocp.args.Composite(**items), force=True)
 
 
 @contextmanager

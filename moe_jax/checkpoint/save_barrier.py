@@ -14,7 +14,7 @@ from moe_jax.distributed.coordination import coordination
 
 # the barriers of an orbax save, in order: all processes have written, and process 0 has committed. orbax has other
 # barriers, which need no synchronization here
-_STAGES = ("async_write_complete", "async_commit_complete")
+WRITTEN, COMMITTED = _STAGES = ("async_write_complete", "async_commit_complete")
 _ARRIVED, _FAILED = "here", "failed"
 _numbers = itertools.count()
 

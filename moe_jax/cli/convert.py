@@ -33,11 +33,20 @@ from moe_jax.distributed import processes
 from moe_jax.distributed.failures import fail_fast
 from moe_jax.errors import CheckpointError, CommandParser, ConfigError, run_command
 from moe_jax.files.atomic import all_or_nothing, write_atomically
+from moe_jax.files.local_copy import (
+    all_uploaded_or_nothing,
+    check_is_empty,
+    input_place,
+    output_folder,
+    place_of,
+    url_of,
+)
 from moe_jax.measure.provenance import versions
 from moe_jax.models.parameters import param_dims
 from moe_jax.models.stages import in_order, stored_shapes
 from moe_jax.parallel.mesh import expert_axis, make_mesh
 from moe_jax.parallel.sharding import REPLICATED, partitions
+from moe_jax.paths import shown
 from moe_jax.plan.plan_text import size
 from moe_jax.run.export_tokenizer import special_tokens_of
 from moe_jax.run.generation import one_device_mesh
@@ -54,8 +63,10 @@ def main() -> None:
         "a model.",
     )
     parser.add_argument("direction", choices=("import", "export"))
-    parser.add_argument("source", type=Path, help="folder of the model (config.json, safetensors), or of the run")
-    parser.add_argument("--out", type=Path, required=True, help="the folder to make")
+    parser.add_argument(
+        "source", type=input_place, help="folder of the model (config.json, safetensors), or of the run"
+    )
+    parser.add_argument("--out", type=output_folder, required=True, help="the folder to make")
     parser.add_argument("--family", help="export: model_type of config.json (default: the one that holds the model)")
     parser.add_argument("--dtype", choices=DTYPES, help="export: of the tensors (default: float32)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="import: e.g. mesh.expert=8")
@@ -79,11 +90,12 @@ def _import(arguments: argparse.Namespace) -> None:
     check_folder(run, "--out")
     if run.exists() and (not run.is_dir() or any(run.iterdir())):
         raise ConfigError(f"--out={run} exists and is not an empty folder: name another one, or remove it")
+    check_is_empty("--out", run)
     special_tokens(read_config(source))
     values = {
         "model": json.loads(json.dumps(dataclasses.asdict(model_in(source)))),  # lists instead of tuples, as in files
-        "train": {"init_from": str(source)},
-        "log": {"dir": str(run), "sample_tokens": 0},
+        "train": {"init_from": place_of(source)},
+        "log": {"dir": place_of(run), "sample_tokens": 0},
     }
     config = config_from(values, arguments.overrides)
     processes.initialize(processes.options_from(arguments), config.mesh.cpu_devices)
@@ -100,12 +112,17 @@ def _import(arguments: argparse.Namespace) -> None:
         _check_disk_space(run, sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes)))
         params = source_params(config, shapes)
         step = jax.device_put(np.int32(0), NamedSharding(mesh, REPLICATED))
-        with all_or_nothing(run) if processes.is_main_process() else nullcontext():
+        with (
+            all_or_nothing(run) if processes.is_main_process() else nullcontext(),
+            all_uploaded_or_nothing(run) if processes.is_main_process() else nullcontext(),
+        ):
             _write_run(run, source, config, {"step": step, "params": params})
 
 
 def _check_disk_space(run: Path, num_bytes: int) -> None:
     """Raise ConfigError in all processes, before the model is read, if the disk of one of them is too small."""
+    if url_of(run):
+        return
     free = shutil.disk_usage(next(each for each in (run, *run.absolute().parents) if each.exists())).free
     needed = num_bytes + RESERVED_BYTES
     if any(processes.allgather(free < needed)):
@@ -118,7 +135,7 @@ def _check_disk_space(run: Path, num_bytes: int) -> None:
 def _write_run(run: Path, source: Path, config: Config, state: dict[str, object]) -> None:
     mesh = jax.tree.leaves(state)[0].sharding.mesh
     sizes = {str(axis): size for axis, size in mesh.shape.items()}
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, init_from=str(run)))
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, init_from=place_of(run)))
     facts = {"config": dataclasses.asdict(config), "mesh": sizes, "versions": versions()}
     quiet = RunLog(run, start_step=0, total_steps=0, tokens_per_step=0, tensorboard=False, quiet=True)
     if processes.is_main_process():
@@ -136,7 +153,7 @@ def _write_run(run: Path, source: Path, config: Config, state: dict[str, object]
         reason, cure = checkpoints.last_failure
         raise ConfigError(f"--out={run} was not written ({reason}): {cure}, or name another folder") from None
     if processes.is_main_process():
-        print(f"{run}: begin with it by --config {run} log.dir=… data.path=…")
+        print(shown(f"{run}: begin with it by --config {run} log.dir=… data.path=…"))
 
 
 def _export(arguments: argparse.Namespace) -> None:
@@ -144,13 +161,15 @@ def _export(arguments: argparse.Namespace) -> None:
     family = family_that_holds(config.model, arguments.family)
     dtype = arguments.dtype or "float32"
     check_is_free(arguments.out)
+    check_is_empty("--out", arguments.out)
     placed = NamedSharding(one_device_mesh(), REPLICATED)
     stages = Stages.of(config)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), stored_shapes(stages))
     params = in_order(load_params(arguments.source, shapes), stages)
     longest, tokens = longest_sequence(config, arguments.source), special_tokens_of(config, arguments.source)
-    write_model(arguments.out, config.model, family, params, dtype, longest, arguments.source, tokens=tokens)
-    print(f"{arguments.out}: {family.architecture}, {dtype}")
+    with all_uploaded_or_nothing(arguments.out):
+        write_model(arguments.out, config.model, family, params, dtype, longest, arguments.source, tokens=tokens)
+    print(f"{shown(str(arguments.out))}: {family.architecture}, {dtype}")
 
 
 if __name__ == "__main__":

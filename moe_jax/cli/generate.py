@@ -23,6 +23,7 @@ from moe_jax.config.yaml_io import load_config
 from moe_jax.data.chat_template import ChatTemplate
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.errors import CommandParser, ConfigError, run_command
+from moe_jax.files.local_copy import input_place
 from moe_jax.models.sampling import Sampling
 from moe_jax.models.stages import stored_shapes
 from moe_jax.parallel.sharding import REPLICATED
@@ -62,10 +63,10 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = CommandParser(prog="python -m moe_jax.generate", description="Sample text from a trained run.")
-    parser.add_argument("--run", type=Path, required=True, help="folder of the run (log.dir)")
+    parser.add_argument("--run", type=input_place, required=True, help="folder of the run (log.dir)")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="text to continue (default: a line break), or the question with --chat")
-    source.add_argument("--prompts", type=Path, metavar="FILE", help="prompts, one a line; .jsonl: JSON lines")
+    source.add_argument("--prompts", type=input_place, metavar="FILE", help="prompts, one a line; .jsonl: JSON lines")
     parser.add_argument("--batch-size", type=int, default=8, help="prompts of a file at a time (default: 8)")
     parser.add_argument("--chat", action="store_true", help="apply the model's chat template")
     parser.add_argument("--system", metavar="TEXT", help="system message of a chat")

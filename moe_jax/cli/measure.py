@@ -15,10 +15,12 @@ from moe_jax.distributed.failures import fail_fast
 from moe_jax.distributed.hosts import hosts
 from moe_jax.errors import CommandParser, run_command
 from moe_jax.files.atomic import check_writable
+from moe_jax.files.local_copy import output_file, upload
 from moe_jax.measure.microbench import compile_all, curves_of, memory_bytes, times_of
 from moe_jax.measure.operations import KINDS, Machine, groups_of, operations, sizes_for
 from moe_jax.measure.provenance import provenance
 from moe_jax.parallel.ranks import ranks_per_node
+from moe_jax.paths import shown
 from moe_jax.plan.cluster import ClusterProfile, ProfileError, write_profile
 from moe_jax.report.plots import PlotError
 from moe_jax.report.profile import draw_profile, table
@@ -32,7 +34,7 @@ def main() -> None:
         "profile (JSON) and a plot (PNG next to it).",
         epilog="Examples: --out profiles/v5p.json; on eight simulated devices, in a minute: --cpu-devices 8 --quick",
     )
-    parser.add_argument("--out", type=Path, default=Path("cluster_profile.json"), help="default: %(default)s")
+    parser.add_argument("--out", type=output_file, default=Path("cluster_profile.json"), help="default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="few small sizes and rounds: seconds, not minutes")
     parser.add_argument("--only", metavar="A,B", default=",".join(KINDS), help="of %(default)s (default: all)")
     parser.add_argument("--rounds", type=int, help="timed runs of everything, interleaved (default: 15; quick: 3)")
@@ -105,12 +107,13 @@ def _print_once(line: str) -> None:
 def _write(profile: ClusterProfile, path: Path) -> None:
     write_profile(path, profile)
     print(table(profile))
-    print(f"written: {path}")
+    print(f"written: {shown(str(path))}")
     try:
         draw_profile(profile, path.with_suffix(".png"))
-        print(f"written: {path.with_suffix('.png')}")
+        print(f"written: {shown(str(path.with_suffix('.png')))}")
     except PlotError as error:
         print(f"no plot: {error}")
+    upload(path.parent)
 
 
 if __name__ == "__main__":

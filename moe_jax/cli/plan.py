@@ -16,7 +16,9 @@ from moe_jax.config.validate.ranges import RANGES
 from moe_jax.config.yaml_io import load_draft, to_yaml
 from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.files.atomic import check_writable, reason, write_together
+from moe_jax.files.local_copy import output_file, parse_place, upload
 from moe_jax.measure.provenance import origin
+from moe_jax.paths import shown
 from moe_jax.plan.batch_size import batch_size_of
 from moe_jax.plan.clusters import PRESETS, find_cluster
 from moe_jax.plan.plan_text import plan_text, seconds
@@ -68,7 +70,7 @@ def main() -> None:
     parser.add_argument(
         "--out",
         metavar="FILE",
-        type=Path,
+        type=output_file,
         help="write the best plan as a config; next to it the printed text and a timeline",
     )
     arguments = parser.parse_intermixed_args()
@@ -124,7 +126,7 @@ def _load(text: str) -> float:
 
 def _recorded_load(folder: str) -> float:
     try:
-        records = read_metrics(Path(folder))
+        records = read_metrics(parse_place("--load-factor", folder))
     except (MetricsError, OSError) as error:
         raise ConfigError(
             f"--load-factor {folder} is no number and no folder of a run: use e.g. 1.5 ({error})"
@@ -163,10 +165,11 @@ def _write(plans: Plans, text: str, out: Path) -> None:
         draw({"predicted": predicted_bars(plans.best.estimate.timeline)}, picture, _title(plans))
         files[out.with_suffix(".png")] = picture.getvalue()
     except PlotError as error:
-        print(f"no {out.with_suffix('.png')}: {error}")
+        print(shown(f"no {out.with_suffix('.png')}: {error}"))
     with _os_errors_as_config_errors(out):
         write_together(files)
-    print(f"wrote {', '.join(map(str, files))}")
+    upload(out.parent)
+    print(shown(f"wrote {', '.join(map(str, files))}"))
 
 
 def _head(plans: Plans) -> str:

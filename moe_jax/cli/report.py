@@ -8,10 +8,12 @@ import argparse
 from pathlib import Path
 
 from moe_jax.config.ranges import Range, check_number
-from moe_jax.errors import CommandParser, UserError, parse_path, run_command
+from moe_jax.errors import CommandParser, UserError, run_command
 from moe_jax.files.atomic import check_writable
+from moe_jax.files.local_copy import input_place, output_folder, parse_place, upload, url_of
 from moe_jax.measure.provenance import origin
 from moe_jax.measure.targets import find_target
+from moe_jax.paths import shown
 from moe_jax.report import write_report
 from moe_jax.report.alarms import alarm_text
 from moe_jax.report.compiled import Compiled, compile_variants, variants_of
@@ -55,13 +57,20 @@ def main() -> None:
     compiled.add_argument(
         "--policies", metavar="A,B", help="compare these; unified+exchange.algorithm=ring adds a setting"
     )
-    compiled.add_argument("--save-hlo", metavar="DIR", type=Path, help="keep each scheduled program as DIR/POLICY.hlo")
-    compiled.add_argument("--out", metavar="DIR", type=Path, help="write report.txt, timeline.png and trace.json here")
+    compiled.add_argument(
+        "--save-hlo", metavar="DIR", type=output_folder, help="keep each scheduled program as DIR/POLICY.hlo"
+    )
+    compiled.add_argument(
+        "--out", metavar="DIR", type=output_folder, help="write report.txt, timeline.png and trace.json here"
+    )
     compiled.add_argument(
         "--option", metavar="NAME=VALUE", action="append", default=[], help="one more compiler option"
     )
     compiled.add_argument(
-        "--trace", metavar="DIR", type=Path, help="what log.trace_step left of a run: measured lanes in the timeline"
+        "--trace",
+        metavar="DIR",
+        type=input_place,
+        help="what log.trace_step left of a run: measured lanes in the timeline",
     )
     arguments = parser.parse_intermixed_args()
     if arguments.compile is None:
@@ -77,13 +86,16 @@ def _page(arguments: argparse.Namespace) -> None:
         raise UsageError("nothing to report on: name the folder of a run, or --compile TARGET --config FILE")
     if arguments.overrides:
         raise UsageError(f"{arguments.overrides[0]!r} is a setting for --compile: name one folder only")
-    run, every_s = parse_path("RUN", arguments.run), arguments.watch
+    run, every_s = parse_place("RUN", arguments.run), arguments.watch
     if every_s is None:
-        print(f"wrote {write_report(run)}")
+        print(f"wrote {shown(str(write_report(run)))}")
+        upload(run)
         if text := alarm_text(run):
             print(text)
         return
     check_number("--watch", every_s, Range(1, _DAY_S))
+    if url := url_of(run):
+        raise UsageError(f"--watch={every_s} rewrites the page on this machine, and {url} is in a bucket: leave it out")
     watch(run, every_s)
 
 
@@ -92,7 +104,7 @@ def _compiled(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--watch={arguments.watch} is for the page of a run, and --compile writes none: drop one")
     if arguments.config is None:
         raise UsageError("--compile needs a model to compile: name it with --config FILE")
-    arguments.config = str(parse_path("--config", arguments.config))
+    arguments.config = str(parse_place("--config", arguments.config))
     target = find_target(arguments.compile)
     if arguments.out:
         check_writable(*(arguments.out / name for name in ("report.txt", "timeline.png", "trace.json")))
@@ -108,6 +120,8 @@ def _compiled(arguments: argparse.Namespace) -> None:
     parts = [describe_measured(measured)] if measured else []
     text = "\n".join([*map(describe, compiled), *parts, compare(compiled), "", assumptions(target)])
     print(text)
+    if arguments.save_hlo:
+        upload(arguments.save_hlo)
     if arguments.out:
         _write(arguments.out, text, f"One training step, estimated for {target.name}", compiled, measured)
 
@@ -137,7 +151,8 @@ def _write(folder: Path, text: str, title: str, variants: list[Compiled], measur
         draw(timelines, folder / "timeline.png", title + " and measured" * (measured is not None), scales)
     except PlotError as error:
         print(f"no timeline.png: {error}")
-    print(f"wrote {folder}")
+    upload(folder)
+    print(f"wrote {shown(str(folder))}")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ if __name__ == "__main__":
     gc.disable()  # imports and traces create no garbage, and collections would take 0.4 s until the first step
 
 import logging
-from pathlib import Path
 
 import jax
 
@@ -20,6 +19,8 @@ from moe_jax.distributed import processes
 from moe_jax.distributed.failures import fail_fast, run_and_exit
 from moe_jax.distributed.heartbeat import report_no_mesh, report_start
 from moe_jax.errors import CommandParser, MeshError
+from moe_jax.files.local_copy import input_place, local_path, upload
+from moe_jax.paths import shown
 from moe_jax.plan.planner import PlanError
 from moe_jax.report import write_report
 from moe_jax.report.alarms import alarm_text
@@ -39,7 +40,7 @@ def main() -> None:
         description="Train a Mixture-of-Experts model.",
         epilog="Example: --config configs/shakespeare_cpu.yaml train.steps=200. Settings: moe_jax/config/sections.py.",
     )
-    parser.add_argument("--config", type=Path, required=True, help="YAML file, or the folder of an earlier run")
+    parser.add_argument("--config", type=input_place, required=True, help="YAML file, or the folder of an earlier run")
     parser.add_argument("--dry-run", action="store_true", help="print what would be trained, and stop")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
     processes.add_arguments(parser)
@@ -78,16 +79,17 @@ def _print_once(text: str) -> None:
 
 
 def _write_results(config: Config, state: State) -> None:
-    run = Path(config.log.dir)
+    run = local_path(config.log.dir)
     if config.log.sample_tokens and jax.process_count() == 1:  # sampling uses one device of a single process
-        print(write_sample(config, params_in_order(state, Stages.of(config)), run))
+        print(shown(write_sample(config, params_in_order(state, Stages.of(config)), run)))
     if processes.is_main_process():
         try:
-            print(f"report: {write_report(run)}")
+            print(f"report: {shown(str(write_report(run)))}")
             if text := alarm_text(run):
                 print(text)
         except PlotError as error:  # the run itself has succeeded
             print(f"no report: {error}")
+        upload(run)
 
 
 if __name__ == "__main__":

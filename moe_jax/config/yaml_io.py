@@ -19,7 +19,8 @@ from moe_jax.config.draft import PLANNED, Draft
 from moe_jax.config.renamed import RENAMED, RENAMED_VALUES, with_new_names
 from moe_jax.config.validate import plain_setting
 from moe_jax.config.yaml_reader import Dumper, parse_yaml
-from moe_jax.errors import ConfigError, parse_path
+from moe_jax.errors import ConfigError
+from moe_jax.files.local_copy import parse_place
 from moe_jax.files.untrusted import read_text
 from moe_jax.paths import SETTINGS
 
@@ -39,7 +40,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 def load_draft(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Draft:
     """Return the same as a draft, whose settings may be `auto` and may contradict each other. Raises ConfigError."""
     if isinstance(path, str):
-        path = parse_path("config file", path)
+        path = parse_place("config file", path)
     values = _read(path) if path is not None else {}
     for text in overrides:
         _override(values, text)

@@ -13,6 +13,7 @@ from moe_jax.convert.fused import stored_family
 from moe_jax.convert.hf_config import FILE, ConvertError, HfConfig, read_config, read_json
 from moe_jax.convert.quantized import quantization_of
 from moe_jax.convert.table import array_slices, disk_shapes
+from moe_jax.files.local_copy import local_path
 
 ORIGIN = "imported_config.json"  # a copy of the config.json of the imported model, in the run's folder
 
@@ -29,14 +30,14 @@ def origin_of(config: Config) -> Path | None:
     Returns None if the run does not start from an imported model.
     """
     start = config.train.init_from
-    files = [] if start is None else [Path(start) / FILE, Path(start) / ORIGIN]
+    files = [] if start is None else [local_path(start) / FILE, local_path(start) / ORIGIN]
     return next((file for file in files if file.exists()), None)
 
 
 def is_imported(config: Config, run: Path) -> bool:
     """Whether an import created the run. The `train.init_from` of such a run is the run itself."""
     start = config.train.init_from
-    return start is not None and (run / ORIGIN).exists() and Path(start).resolve() == run.resolve()
+    return start is not None and (run / ORIGIN).exists() and local_path(start).resolve() == run.resolve()
 
 
 def longest_sequence(config: Config, run: Path) -> int:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from moe_jax.config import DataConfig
 from moe_jax.data.chunk_checksums import CHUNK_BYTES, REMAKE, ChunkChecksums
 from moe_jax.errors import DataError
+from moe_jax.files.local_copy import local_data
 from moe_jax.files.untrusted import MOST_TOKENIZER, check_regular, read_bytes, read_json
 
 # of a prepared folder; a folder that an older version would misread has a new one
@@ -157,8 +158,8 @@ def check_utf8(file: Path, head: bytes) -> None:
 
 
 def find_data(path: str | Path) -> Path:
-    """`path` as a Path. Raises DataError if it is not an existing .txt file or folder."""
-    path = Path(path)
+    """`path`, or the copy of a URL, as a Path. Raises DataError if it is not an existing .txt file or folder."""
+    path = local_data(path)
     if not path.exists():
         siblings = [p.name for p in path.parent.glob("*") if p.is_dir() or p.suffix == ".txt"]
         near = difflib.get_close_matches(path.name, siblings, n=1)

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moe_jax.checkpoint.files import checkpoints_dir, saved_run_id
+from moe_jax.checkpoint.files import saved_run_id
 from moe_jax.checkpoint.record import Record, read_record
+from moe_jax.checkpoint.storage import storage_of
 from moe_jax.data.tokens import SPLITS, Tokens
 from moe_jax.distributed.processes import from_process, is_main_process
 from moe_jax.errors import CheckpointError
@@ -53,7 +54,7 @@ def check_text(identity: Identity, record: Record, run: Path, path: str) -> str:
 
 def _record(folder: Path, step: int) -> Record | None:
     try:
-        return read_record(checkpoints_dir(folder) / str(step)) if step else None
+        return read_record(storage_of(folder), step) if step else None
     except ValueError:  # damaged: the error is raised where the checkpoint is restored
         return None
 

@@ -17,22 +17,23 @@ from moe_jax.convert.read import read_params
 from moe_jax.convert.source import check_same, open_model
 from moe_jax.distributed.processes import allgather
 from moe_jax.errors import ConfigError, UserError
+from moe_jax.files.local_copy import local_path
 from moe_jax.models.parameters import init_params
 from moe_jax.models.stages import stored
 
 
 def check_source(config: Config) -> None:
     """Raise UserError if `train.init_from` is set and does not contain the config's model. Reads no weights."""
-    folder = config.train.init_from
-    if folder is None:
+    if config.train.init_from is None:
         return
+    folder = local_path(config.train.init_from)
     try:
-        if _is_hf(Path(folder)):
-            with open_model(Path(folder), config.model, config.train.upcycle):
+        if _is_hf(folder):
+            with open_model(folder, config.model, config.train.upcycle):
                 return
-        _check_run(config, Path(folder))
+        _check_run(config, folder)
     except UserError as error:
-        raise ConfigError(f"train.init_from={folder}: {error}") from None
+        raise ConfigError(f"train.init_from={config.train.init_from}: {error}") from None
 
 
 def source_params(config: Config, shapes: Any) -> Any:
@@ -40,7 +41,7 @@ def source_params(config: Config, shapes: Any) -> Any:
 
     The experts of an upcycled model are copies of its dense layer; its gates are random. Raises UserError.
     """
-    folder = Path(config.train.init_from or "")
+    folder = local_path(config.train.init_from or "")
     if not _is_hf(folder):
         return load_params(folder, shapes)
     params, problem = None, ""

@@ -16,6 +16,7 @@ from moe_jax.distributed.heartbeat import end_progress, report_progress
 from moe_jax.distributed.interrupt import StopRequest, stop_on_signals
 from moe_jax.distributed.processes import is_main_process
 from moe_jax.measure.peak import matrix_flops_per_s
+from moe_jax.paths import shown
 from moe_jax.run.capacity_schedule import CapacityPrograms
 from moe_jax.run.describe import describe, table
 from moe_jax.run.divergence import RollBack, handle_divergence
@@ -149,7 +150,7 @@ _ALREADY = "log.dir={} is already trained to step {}: set train.steps higher to 
 
 def _print(text: str) -> None:
     if is_main_process():
-        print(text, flush=True)
+        print(shown(text), flush=True)
 
 
 def _open_log(run: Run) -> RunLog:

@@ -8,7 +8,6 @@ import itertools
 import json
 import zlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from moe_jax.config.draft import Draft
 from moe_jax.data.tokens import SPLITS, Tokens, read_meta
 from moe_jax.distributed.coordination import coordination
 from moe_jax.errors import ConfigError
+from moe_jax.files.local_copy import local_path
 from moe_jax.files.untrusted import read_bytes
 
 # Settings that may differ between processes, as they are paths on a process's own host, or depend on it. The contents
@@ -125,6 +125,6 @@ def _content(name: str, file: str | None) -> Values:
     if file is None:
         return {name: "null"}
     try:
-        return {name: f"a file with crc32 {zlib.crc32(read_bytes(Path(file))):08x}"}
+        return {name: f"a file with crc32 {zlib.crc32(read_bytes(local_path(file))):08x}"}
     except OSError as error:
         return {name: f"a file that cannot be read ({error.strerror})"}

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import zlib
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -16,6 +15,7 @@ from moe_jax.config.validate import setting
 from moe_jax.config.yaml_io import load_config
 from moe_jax.distributed.processes import allgather
 from moe_jax.errors import ConfigError, MeshError, UserError
+from moe_jax.files.local_copy import local_path
 from moe_jax.parallel.mesh import mesh_sizes
 from moe_jax.plan.clusters import Cluster, cluster_of, find_cluster
 from moe_jax.plan.planner import plan
@@ -84,7 +84,7 @@ def _named(name: str | None) -> Cluster:
 
 def _saved(draft: Draft) -> Config | None:
     """The draft completed with the settings of the run's checkpoints; None if there are none, or on another mesh."""
-    folder = Path(draft.log.dir)
+    folder = local_path(draft.log.dir)
     if agreed_newest(folder, {}) is None:
         return None
     try:

@@ -15,6 +15,7 @@ from moe_jax.config.layer_layout import Stages
 from moe_jax.distributed.processes import allgather, is_main_process
 from moe_jax.errors import CheckpointError
 from moe_jax.models.placement import slot_shapes
+from moe_jax.paths import shown
 from moe_jax.run.identity import check_text
 from moe_jax.run.restore_from_replicas import restore_from_replicas
 from moe_jax.run.setup import Run, open_run
@@ -103,5 +104,5 @@ def _quarantine_all(run: Run, damaged: Mapping[int, str]) -> None:
         for step, reason in damaged.items():
             moved = quarantine(run.folder, step, reason)
             text = damage_message(run.folder, step, reason)
-            print(f"warning: {text}: moved to {moved}, resuming from step {run.first_step}", flush=True)
+            print(f"warning: {shown(text)}: moved to {moved}, resuming from step {run.first_step}", flush=True)
     allgather(0)  # a barrier

@@ -14,7 +14,11 @@ from moe_jax.checkpoint.latest import agreed_newest
 from moe_jax.config import Config
 from moe_jax.distributed.processes import from_process, is_main_process
 from moe_jax.errors import CheckpointError, ConfigError
+from moe_jax.files.local_copy import local_path, url_of
+from moe_jax.files.object_store import ObjectFolder, StoreError
+from moe_jax.files.upload import Uploads
 from moe_jax.paths import checkpoint_path_problem
+from moe_jax.run.bucket_lock import BucketLock
 from moe_jax.run.run_lock import FolderLock
 from moe_jax.telemetry.run_log import FILE_NAME, read_metrics
 
@@ -48,19 +52,30 @@ def lock_run_dir(config: Config) -> Iterator[Callable[[], None]]:
     """Context manager with the lock of `log.dir`, which process 0 takes for all processes. All of them call it.
 
     Yields a function that raises ConfigError once another run has taken over the lock. Raises ConfigError if another
-    run has the lock, or if the folder cannot be created.
+    run has the lock, or if the folder cannot be created. Files of a folder in a bucket are uploaded until it ends.
     """
-    folder, problem, check = Path(config.log.dir), "", _no_check
+    folder, problem, check = local_path(config.log.dir), "", _no_check
     with ExitStack() as closing:
         if is_main_process():
             try:
-                check_folder(folder)
-                check = closing.enter_context(FolderLock(folder)).check
-            except ConfigError as error:
+                lock = _lock(folder)
+                closing.enter_context(lock)
+                check = lock.check
+            except (ConfigError, StoreError) as error:
                 problem = str(error)
         if found := from_process(0, problem):
             raise ConfigError(found)
+        closing.enter_context(Uploads(folder))
         yield check
+
+
+def _lock(folder: Path) -> FolderLock | BucketLock:
+    """The lock of a folder that can be used. Raises ConfigError and StoreError."""
+    if (url := url_of(folder)) is None:
+        check_folder(folder)
+        return FolderLock(folder)
+    ObjectFolder(url).check(writes=True)
+    return BucketLock(url)
 
 
 def _no_check() -> None:

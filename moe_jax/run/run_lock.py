@@ -20,8 +20,8 @@ from typing import IO, Self, final
 from moe_jax.distributed.heartbeat import is_supervised
 from moe_jax.errors import ConfigError
 from moe_jax.files.atomic import parent_folders
+from moe_jax.files.local_copy import LOCK as FILE_NAME
 
-FILE_NAME = "lock"
 LAUNCH = "MOE_JAX_LAUNCH"  # environment variable with an ID that all workers of one launch have in common, on all hosts
 
 BEAT_S = 5  # between two heartbeats
@@ -49,6 +49,30 @@ class Holder:
     def is_same(self, other: "Holder") -> bool:
         return (self.pid, self.started, self.kernel) == (other.pid, other.started, other.kernel)
 
+    @classmethod
+    def this_process(cls) -> "Holder":
+        pid, launch = os.getpid(), os.environ.get(LAUNCH, "")
+        return cls(socket.gethostname(), pid, _start_time(pid), _kernel(), launch, time.time())
+
+    @classmethod
+    def parse(cls, content: bytes) -> "Holder | None":
+        """The holder in the content of a lock file; None if it is empty or invalid."""
+        try:
+            found = cls(**json.loads(content))
+        except (ValueError, TypeError, RecursionError):
+            return None
+        kinds = {"pid": int, "since": float, "beats": int}
+        is_whole = all(type(value) is kinds.get(name, str) for name, value in vars(found).items())
+        return found if is_whole and found.pid > 0 else None
+
+    def content(self) -> bytes:
+        """The content of the lock file, padded to a fixed length, so that it can be replaced on a full disk."""
+        return json.dumps(dataclasses.asdict(self)).encode().ljust(400) + b"\n"
+
+    def is_alive(self) -> bool:
+        """Whether a process on this kernel still exists and is not about to end."""
+        return _is_alive(self)
+
 
 @final
 class FolderLock:
@@ -56,8 +80,7 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._path = folder, folder / FILE_NAME
-        kernel, launch = _kernel(), os.environ.get(LAUNCH, "")
-        self._own = Holder(socket.gethostname(), os.getpid(), _start_time(os.getpid()), kernel, launch, time.time())
+        self._own = Holder.this_process()
         self._lost_to: Holder | None = None
         self._ends = threading.Event()
         self._closing = contextlib.ExitStack()
@@ -98,7 +121,7 @@ class FolderLock:
                 holder = _holder(file)
                 is_here = holder is not None and holder.kernel == self._own.kernel
                 silent_s = time.monotonic() - since
-                if holder is None or (not _is_alive(holder) if is_here else self._is_dead(holder, silent_s)):
+                if holder is None or (not holder.is_alive() if is_here else self._is_dead(holder, silent_s)):
                     _write(file, self._own)
                     if holder is not None:
                         print(f"log.dir={self._folder}: {holder}, which trained there, is gone: taken over", flush=True)
@@ -166,21 +189,12 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 def _holder(file: IO[bytes]) -> Holder | None:
     """The holder in a lock file; None if the file is empty or invalid."""
     file.seek(0)
-    try:
-        found = Holder(**json.loads(file.read(10_000)))
-    except (ValueError, TypeError, RecursionError):
-        return None
-    kinds = {"pid": int, "since": float, "beats": int}
-    is_whole = all(type(value) is kinds.get(name, str) for name, value in vars(found).items())
-    return found if is_whole and found.pid > 0 else None
+    return Holder.parse(file.read(10_000))
 
 
 def _write(file: IO[bytes], holder: Holder) -> None:
-    """Write a holder into a lock file. Raises OSError.
-
-    The text is padded to a fixed length, so that a heartbeat can still be written when the disk is full.
-    """
-    text = json.dumps(dataclasses.asdict(holder)).encode().ljust(400) + b"\n"
+    """Write a holder into a lock file. Raises OSError."""
+    text = holder.content()
     file.seek(0)
     if file.write(text) != len(text):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -26,6 +26,7 @@ from moe_jax.data.tokens import open_tokens
 from moe_jax.distributed.processes import is_main_process, read_alike
 from moe_jax.errors import ConfigError
 from moe_jax.files.atomic import write_atomically
+from moe_jax.files.local_copy import local_path
 from moe_jax.measure.provenance import PROVENANCE, STEP_PROGRAM, provenance, versions
 from moe_jax.measure.targets import Target
 from moe_jax.parallel.mesh import batch_shards, make_mesh
@@ -116,13 +117,13 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
         config = choices.config
     tokens = open_tokens(config.data, config.model.vocab_size)
     check_same_data(tokens)
-    folder = Path(config.log.dir)
+    folder = local_path(config.log.dir)
     first_step = safe_step or resume_step(config, folder, damaged)
     if first_step == 0:
         check_source(config)
     check_tokens(config, tokens.path, new=first_step == 0)
     if config.log.sample_tokens:
-        encode_prompt(config, load_tokenizer(Path(config.data.path)), config.log.sample_prompt)
+        encode_prompt(config, load_tokenizer(tokens.path), config.log.sample_prompt)
     seq_len, batch_size = config.data.seq_len, config.train.batch_size
     rows = _local_rows(NamedSharding(mesh, BATCH_SPEC), batch_size)
     trainer = make_trainer(config_at(config, first_step + 1), mesh)

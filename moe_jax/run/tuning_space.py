@@ -15,6 +15,7 @@ from moe_jax.config.validate import check_batch_split
 from moe_jax.distributed.processes import from_process, is_main_process
 from moe_jax.errors import ConfigError
 from moe_jax.files.atomic import check_writable, reason
+from moe_jax.files.local_copy import local_path
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.all_to_all import EXCHANGES, RAGGED
 from moe_jax.parallel.mesh import batch_shards
@@ -66,7 +67,7 @@ def choices_of(config: Config, mesh: Mesh) -> Choices | None:
     over = config.tune.over
     if not over:
         return None
-    file = Path(config.log.dir) / "tuned.json" if config.tune.cache is None else Path(config.tune.cache)
+    file = local_path(config.log.dir) / "tuned.json" if config.tune.cache is None else Path(config.tune.cache)
     key = _key(config, mesh)
     found = _agreed_found(config.tune.cache, file, key)
     configured = tuple(_CONFIGURED[name](config, mesh) for name in over)

@@ -15,6 +15,7 @@ from typing import Any, Self, final
 from moe_jax.errors import UserError
 from moe_jax.files.atomic import AppendOnlyFile, write_atomically
 from moe_jax.files.untrusted import read_text
+from moe_jax.paths import shown
 from moe_jax.telemetry.record_schema import RecordError, TruncatedError, load_shapes, read_record
 from moe_jax.telemetry.tensorboard import Scalars
 from moe_jax.telemetry.wandb import WandbRun
@@ -149,7 +150,7 @@ class RunLog:
     def _print(self, text: str, in_place: bool) -> None:
         """Print a line. If printed in place, the next line in place overwrites it; other lines follow it."""
         start = "" if not self._line_is_open else "\r\x1b[2K" if in_place else "\n"
-        print(start + text, end="" if in_place else "\n", flush=True)
+        print(start + shown(text), end="" if in_place else "\n", flush=True)
         self._line_is_open = in_place
 
 

@@ -1,5 +1,6 @@
-"""Paths are local ones, in every command and setting, and log.dir is one that libraries can write checkpoints in."""
+"""Paths are local ones or name what is in a bucket, and log.dir is one that libraries can write checkpoints in."""
 
+import re
 import shlex
 from pathlib import Path
 
@@ -8,20 +9,58 @@ import pytest
 from moe_jax.config import Config, DataConfig, LogConfig, Sections
 from moe_jax.config.yaml_io import load_config, setting_names
 from moe_jax.errors import ConfigError
-from moe_jax.paths import SETTINGS, plain_path
+from moe_jax.paths import BUCKET_SETTINGS, SETTINGS, plain_path
 from tests.bad_input.cases import Refusal
 
-A_URL = "is a URL, and only folders and files of this machine (or mounted there) are read and written: name one"
+A_URL = (
+    "is a URL, and only gs://BUCKET/NAME, s3://BUCKET/NAME and paths on this machine (or mounted there) are read and "
+    "written: name one"
+)
+NOT_IN_A_BUCKET = "is a URL, and this is read and written on this machine (or mounted there) only: name a path there"
 
 
 @pytest.mark.parametrize("name", sorted(SETTINGS))
-@pytest.mark.parametrize(
-    "url", ["gs://bucket/run", "s3://b/x", "file:///tmp/x", "https://a.org/x.txt", "gs:/bucket/run"]
-)
+@pytest.mark.parametrize("url", ["file:///tmp/x", "https://a.org/x.txt", "gs:/bucket/run", "az://bucket/x"])
 def test_a_url_as_a_setting_is_refused_before_anything_is_made(name: str, url: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load_config(overrides=[f"{name}={url}"])
-    assert str(refused.value) == f"{name}={url} {A_URL}"
+    assert str(refused.value) == f"{name}={url} {A_URL if name in BUCKET_SETTINGS else NOT_IN_A_BUCKET}"
+
+
+@pytest.mark.parametrize("name", sorted(SETTINGS))
+def test_a_setting_names_what_is_in_a_bucket_or_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STORE", "s3://my-bucket")
+    for text, url in (("gs://bucket/a/b/", "gs://bucket/a/b"), ("$STORE/x.json", "s3://my-bucket/x.json")):
+        section, key = name.split(".")
+        if name in BUCKET_SETTINGS:
+            config = load_config(overrides=[f"{name}={text}"])
+            assert getattr(getattr(config, section), key) == url
+        else:
+            with pytest.raises(ConfigError, match=re.escape(NOT_IN_A_BUCKET)):
+                load_config(overrides=[f"{name}={text}"])
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("gs://", "names the bucket '', and none can have this name: write gs://BUCKET/NAME"),
+        ("s3://UPPER/x", "names the bucket 'UPPER', and none can have this name: write gs://BUCKET/NAME"),
+        ("gs://bucket", "names a whole bucket: name a folder or a file in it, as in gs://bucket/NAME"),
+        ("gs://bucket/", "names a whole bucket: name a folder or a file in it, as in gs://bucket/NAME"),
+        (
+            "gs://bucket/a//b",
+            "has an empty part, . or .. in its path, and names of objects are taken as they are: drop it",
+        ),
+        (
+            "s3://bucket/../x",
+            "has an empty part, . or .. in its path, and names of objects are taken as they are: drop it",
+        ),
+    ],
+)
+def test_a_url_that_names_nothing_in_a_bucket_is_refused(url: str, reason: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(overrides=[f"log.dir={url}"])
+    assert str(refused.value) == f"log.dir={url} {reason}"
 
 
 @pytest.mark.parametrize(
@@ -44,7 +83,7 @@ def test_a_url_as_a_setting_is_refused_before_anything_is_made(name: str, url: s
     ],
 )
 def test_a_url_on_a_command_line_is_refused(line: str, argument: str, assert_refused: Refusal) -> None:
-    url = "gs://bucket/x.json"
+    url = "https://bucket/x.json"
     of_argparse = argument.startswith("argument")
     command = line.split()[0]
     prog = "python scripts/prepare_text.py" if command == "prepare_text" else f"python -m moe_jax.{command}"
@@ -98,8 +137,8 @@ def test_a_config_made_in_python_is_told_what_to_write(monkeypatch: pytest.Monke
     monkeypatch.setenv("HOME", "/home/me")
     with pytest.raises(ConfigError, match=r"^log.dir=~/x is not replaced here: write /home/me/x$"):
         Config(log=LogConfig(dir="~/x"))
-    with pytest.raises(ConfigError, match=r"^data.path=s3://x is a URL"):
-        Config(data=DataConfig(path="s3://x"))
+    with pytest.raises(ConfigError, match=r"^data.path=http://x is a URL"):
+        Config(data=DataConfig(path="http://x"))
 
 
 def test_every_setting_that_names_a_file_is_among_them() -> None:

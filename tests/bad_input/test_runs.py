@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from moe_jax.checkpoint.on_disk import DiskStorage
 from moe_jax.checkpoint.record import Record, read_record
 from moe_jax.checkpoint.save import Checkpoints
 from moe_jax.config import Config
@@ -91,7 +92,7 @@ def change_record(run: Path, record: Record | None = None) -> None:
 
 def change_numbers(run: Path) -> None:
     """As if a bit of the head had flipped: its digest is another one than that of the record."""
-    record = read_record(run / "checkpoints/4")
+    record = read_record(DiskStorage(run), 4)
     head = record.leaves["params.head"]
     changed = dataclasses.replace(head, digest=(head.digest[0] ^ 1, head.digest[1]))
     change_record(run, dataclasses.replace(record, leaves={**record.leaves, "params.head": changed}))
@@ -99,7 +100,7 @@ def change_numbers(run: Path) -> None:
 
 def change_run(run: Path) -> None:
     """As if the checkpoint of another run had been put there, which has the same model."""
-    change_record(run, dataclasses.replace(read_record(run / "checkpoints/4"), run="0123456789abcdef"))
+    change_record(run, dataclasses.replace(read_record(DiskStorage(run), 4), run="0123456789abcdef"))
 
 
 # Which step is damaged, how it is told and where the run continues. HASH: a name that the storage layer makes up.
@@ -182,7 +183,7 @@ def test_where_no_checkpoint_is_whole_none_is_moved(line: str, run: Path, assert
 
 def test_a_checkpoint_with_another_seed_is_refused_by_name(run: Path, assert_refused: Refusal) -> None:
     """One of an older version, which does not say of what run it is."""
-    record = read_record(run / "checkpoints/4")
+    record = read_record(DiskStorage(run), 4)
     train = {**record.config["train"], "seed": 1}
     change_record(run, dataclasses.replace(record, config=record.config | {"train": train}, run=None))
     assert_refused(
@@ -231,7 +232,7 @@ def test_the_same_text_by_another_name_goes_on(place: str, folder: Path, capfd: 
 def test_a_checkpoint_without_a_checksum_of_its_text_goes_on_with_a_warning(
     run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    change_record(run, dataclasses.replace(read_record(run / "checkpoints/4"), text=None, run=None))
+    change_record(run, dataclasses.replace(read_record(DiskStorage(run), 4), text=None, run=None))
     config = load_config("tiny.yaml", ["train.steps=8"])
     _, restored = restore_latest(config, open_run(config))
     assert restored is not None
@@ -242,7 +243,7 @@ def test_a_checkpoint_without_a_checksum_of_its_text_goes_on_with_a_warning(
 
 
 def test_a_run_keeps_its_number_and_another_one_in_its_place_gets_a_new_one(run: Path, folder: Path) -> None:
-    number = read_record(run / "checkpoints/4").run
+    number = read_record(DiskStorage(run), 4).run
     assert number == json.loads((run / "provenance.json").read_text())["run"]
     config = load_config("tiny.yaml", ["train.steps=8"])
     assert open_run(config).identity.run == number
@@ -254,7 +255,7 @@ def test_a_run_keeps_its_number_and_another_one_in_its_place_gets_a_new_one(run:
 
 def test_a_checkpoint_of_another_model_is_refused_and_stays(run: Path, assert_refused: Refusal) -> None:
     """Though the run's own config is that of this one."""
-    record = read_record(run / "checkpoints/4")
+    record = read_record(DiskStorage(run), 4)
     model = {**record.config["model"], "num_layers": 2}
     change_record(run, dataclasses.replace(record, config=record.config | {"model": model}))
     assert_refused(

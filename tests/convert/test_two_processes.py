@@ -2,7 +2,8 @@
 
 import sys
 
-from moe_jax.checkpoint.files import checkpoints_dir, newest_checkpoint
+from moe_jax.checkpoint.files import newest_checkpoint
+from moe_jax.checkpoint.on_disk import DiskStorage
 from moe_jax.checkpoint.record import read_record
 from moe_jax.cli import convert
 from moe_jax.launch.supervisor import reserved_port
@@ -21,6 +22,6 @@ def test_two_processes_with_their_own_devices_import_what_one_process_does(tmp_p
     monkeypatch.setattr(sys, "argv", ["convert", *command, str(alone)])
     convert.main()
     assert newest_checkpoint(together) == newest_checkpoint(alone) == 0
-    records = [read_record(checkpoints_dir(run) / "0") for run in (alone, together)]
+    records = [read_record(DiskStorage(run), 0) for run in (alone, together)]
     assert records[0].leaves == records[1].leaves, "shapes and digests, which do not depend on the devices"
     assert [record.mesh["data"] for record in records] == [8, 2]

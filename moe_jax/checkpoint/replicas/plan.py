@@ -12,6 +12,7 @@ from moe_jax.checkpoint.replicas.layout import Index, ReplicaLayout, ShardedArra
 from moe_jax.config import Config
 from moe_jax.distributed.hosts import nodes
 from moe_jax.errors import ConfigError
+from moe_jax.paths import is_bucket_url
 from moe_jax.plan.plan_text import size
 
 
@@ -67,10 +68,14 @@ def safety_plan(config: Config, shapes: Any) -> SafetyPlan | None:
             f"checkpoint.safety_copies_every={settings.safety_copies_every} needs as many processes and devices on "
             "each host: start them so, or use checkpoint.safety_copies_every=0"
         ) from None
-    run = hashlib.sha256(str(Path(config.log.dir).absolute()).encode()).hexdigest()[:12]
+    run = hashlib.sha256(_place(config.log.dir).encode()).hexdigest()[:12]
     process = jax.process_index()
     place = node_P[:process].count(node_P[process])
     return SafetyPlan(home / f"moe_jax-{run}", node_P[process], place, layout)
+
+
+def _place(log_dir: str) -> str:
+    return log_dir if is_bucket_url(log_dir) else str(Path(log_dir).absolute())
 
 
 def safety_text(config: Config, plan: SafetyPlan) -> str:

@@ -2,13 +2,13 @@
 
 from moe_jax.config.sections import Sections
 from moe_jax.errors import ConfigError
-from moe_jax.paths import SETTINGS, plain_path
+from moe_jax.paths import BUCKET_SETTINGS, SETTINGS, plain_path
 
 
 def plain_setting(name: str, path: str) -> str:
     """Return a setting's path with `~` and environment variables replaced. Raises ConfigError."""
     try:
-        return plain_path(path)
+        return plain_path(path, buckets=name in BUCKET_SETTINGS)
     except ValueError as error:
         raise ConfigError(f"{name}={path} {error}") from None
 

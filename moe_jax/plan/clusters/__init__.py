@@ -3,7 +3,8 @@
 import difflib
 import re
 
-from moe_jax.errors import UserError, parse_path
+from moe_jax.errors import UserError
+from moe_jax.files.local_copy import parse_place
 from moe_jax.plan.clusters.cpu import CPUS
 from moe_jax.plan.clusters.described import described_cluster
 from moe_jax.plan.clusters.gpu import GPUS
@@ -49,9 +50,9 @@ def find_cluster(name: str) -> Cluster:
     `4xv5e-256` is four slices. A number of devices beyond the largest slice is split into as few slices as possible.
     """
     if name.endswith(".json"):
-        return measured_cluster(parse_path("the cluster", name))
+        return measured_cluster(parse_place("the cluster", name))
     if name.endswith((".yaml", ".yml")):
-        return described_cluster(parse_path("the cluster", name), PRESETS)
+        return described_cluster(parse_place("the cluster", name), PRESETS)
     parts = None if name in PRESETS else re.fullmatch(r"(?:(\d+)x)?(.+?)(?:[x-](\d+))?", name, re.ASCII)
     slices, kind, size = parts.groups() if parts else (None, name, None)
     if kind not in PRESETS and f"{kind}x" in PRESETS and size is not None:  # mi300x8

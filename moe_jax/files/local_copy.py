@@ -1,0 +1,250 @@
+"""Local copies of what lies in buckets: programs read and write these, and what has changed is uploaded.
+
+A path on this machine stands for itself. A URL stands for a copy, which is made at its first use. All but data lies in
+a temporary folder of this process; data, which is large and does not change, in XDG_CACHE_HOME or ~/.cache.
+Checkpoints are not copied: processes read and write their own parts in the bucket (checkpoint/in_bucket.py).
+"""
+
+import argparse
+import atexit
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import final
+
+from moe_jax.errors import ConfigError, plain_argument
+from moe_jax.files.object_store import ObjectFolder, StoreError
+from moe_jax.paths import COPIES, is_bucket_url, plain_path
+
+CHECKPOINTS = "checkpoints"  # the folder of a run that is not copied
+LOCK = "lock"  # neither is this file
+_LEFT_OUT = (f"{CHECKPOINTS}/", LOCK)
+_AT_A_TIME = 8  # files
+_UNFINISHED = ".part"
+_KEPT = "generations.json"  # of the objects in a folder of the cache
+
+Stamps = dict[str, tuple[int, int]]  # time of modification in ns and size of each file, by name
+
+
+@final
+class LocalCopy:
+    """The copy of the folder or file at a URL. Methods raise StoreError and other OSErrors."""
+
+    def __init__(self, url: str, path: Path) -> None:
+        self.url, self.path = url, path
+        self._uploaded: Stamps = {}
+
+    def download(self) -> None:
+        """Replace the copy by what the bucket has now, which may be nothing."""
+        if self.path.is_dir():
+            shutil.rmtree(self.path)
+        self.path.unlink(missing_ok=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        names, folder = _objects(self.url)
+        _download(folder, names, self.path if folder.url == self.url else self.path.parent)
+        self._uploaded = self._stamps()
+
+    def upload(self) -> None:
+        """Upload the files of a folder that have changed since the last time, unless they are empty.
+
+        A config is the last: with it, the folder is a run or a model.
+        """
+        stamps = self._stamps()
+        changed = [name for name, stamp in stamps.items() if self._uploaded.get(name) != stamp]
+        for name in sorted(changed, key=lambda name: (name.startswith("config."), name)):
+            if content := (self.path / name).read_bytes():
+                ObjectFolder(self.url).write(name, content)
+            self._uploaded[name] = stamps[name]
+
+    def _stamps(self) -> Stamps:
+        found = {}
+        for file in self.path.rglob("*"):
+            name = file.relative_to(self.path).as_posix()
+            if not name.startswith(_LEFT_OUT) and not name.endswith(_UNFINISHED):
+                with suppress(FileNotFoundError):  # it has just been renamed or deleted
+                    if stat.S_ISREG((facts := file.stat()).st_mode):
+                        found[name] = (facts.st_mtime_ns, facts.st_size)
+        return found
+
+
+_copies: dict[str, LocalCopy] = {}  # by URL
+
+
+def local_path(path: str | Path) -> Path:
+    """Return a path of this machine as it is, and for a URL its copy. Raises StoreError and other OSErrors."""
+    return copy_of(str(path)).path if is_bucket_url(str(path)) else Path(path)
+
+
+def local_data(path: str | Path) -> Path:
+    """Do the same for data: a copy is kept for later processes, and downloaded again where the bucket has changed."""
+    url = str(path)
+    if not is_bucket_url(url):
+        return Path(path)
+    if url not in _copies:
+        _copies[url] = _add(LocalCopy(url, _kept(url)))
+    return _copies[url].path
+
+
+def copy_of(url: str) -> LocalCopy:
+    """Return the copy of a URL in this process, downloaded if it is the first use."""
+    if url not in _copies:
+        copy = _new(url)
+        copy.download()
+        _copies[url] = copy
+    return _copies[url]
+
+
+def url_of(path: Path) -> str | None:
+    """Return the URL of which a path is the local copy; None for any other path."""
+    return COPIES.get(str(path))
+
+
+def parse_place(name: str, text: str) -> Path:
+    """Return the path that an argument of a command line names, or the copy of its URL. Raises ConfigError."""
+    return local_path(plain_argument(name, text, buckets=True))
+
+
+def input_place(text: str) -> Path:
+    """Do the same for an argument that argparse names."""
+    return local_path(_argument(text))
+
+
+def output_folder(text: str) -> Path:
+    """Return the path that an argument names as a folder to write, or an empty copy of its URL, to be uploaded.
+
+    Raises StoreError if the bucket cannot be written.
+    """
+    place = _argument(text)
+    return _empty(place).path if is_bucket_url(place) else Path(place)
+
+
+def output_file(text: str) -> Path:
+    """Do the same for a file; what is written next to it is uploaded with it, as `upload(path.parent)`."""
+    parent, _, name = (place := _argument(text)).rpartition("/")
+    return _empty(parent).path / name if is_bucket_url(place) else Path(place)
+
+
+def upload(path: Path) -> None:
+    """Upload what has been written to the copy of a URL; nothing for other paths. Raises StoreError."""
+    if url := url_of(path):
+        _copies[url].upload()
+
+
+@contextmanager
+def all_uploaded_or_nothing(path: Path) -> Iterator[None]:
+    """Context in which the copy of a URL that has nothing yet is filled, and then uploaded; nothing for other paths.
+
+    If that fails, the bucket has nothing there again.
+    """
+    try:
+        yield
+        upload(path)
+    except BaseException:
+        if url := url_of(path):
+            with suppress(StoreError):  # an error that says why is already being raised
+                ObjectFolder(url).delete(ObjectFolder(url).names())
+        raise
+
+
+def check_is_empty(name: str, path: Path) -> None:
+    """Raise ConfigError if a path is the copy of a URL at which a bucket has anything."""
+    if (url := url_of(path)) and _objects(url)[0]:
+        raise ConfigError(f"{name}={url} exists and is not an empty folder: name another one, or remove it")
+
+
+def _argument(text: str) -> str:
+    if not text or "\0" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} names no file or folder")
+    try:
+        return plain_path(text, buckets=True)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text} {error}") from None
+
+
+def place_of(path: Path) -> str:
+    """Return the name of a path in a config: the URL of which it is the copy, or the path."""
+    return url_of(path) or str(path)
+
+
+def _empty(url: str) -> LocalCopy:
+    ObjectFolder(url).check(writes=True)
+    _copies[url] = _new(url)
+    _copies[url].path.mkdir()
+    return _copies[url]
+
+
+def _add(copy: LocalCopy) -> LocalCopy:
+    COPIES[str(copy.path)] = copy.url
+    return copy
+
+
+def _new(url: str) -> LocalCopy:
+    """A copy in a temporary folder, which is removed when the process ends."""
+    home = tempfile.mkdtemp(prefix="moe_jax-")
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    return _add(LocalCopy(url, Path(home) / url.rpartition("/")[2]))
+
+
+def _objects(url: str) -> tuple[list[str], ObjectFolder]:
+    """Return the names of the objects at a URL, and the folder in which they have them; of a run without checkpoints.
+
+    Raises StoreError also for names that a folder on this machine cannot have.
+    """
+    folder = ObjectFolder(url)
+    folder.check(writes=False)
+    names = [name for name in folder.names() if not name.startswith(_LEFT_OUT) and not name.endswith("/")]
+    for name in names:
+        if any(part in ("", ".", "..") or "\0" in part for part in name.split("/")):
+            raise StoreError(errno.EINVAL, "a file on this machine cannot have its name", str(folder / name))
+    if names:
+        return names, folder
+    parent, _, own = url.rpartition("/")
+    above = ObjectFolder(parent)
+    return ([own] if parent.count("/") > 1 and above.has(own) else []), above
+
+
+def _download(folder: ObjectFolder, names: Collection[str], home: Path) -> None:
+    def fetch(name: str) -> None:
+        file = home / name
+        unfinished = file.with_name(f"{file.name}{_UNFINISHED}")
+        folder.download(name, unfinished)
+        unfinished.replace(file)
+
+    for parent in {(home / name).parent for name in names}:
+        parent.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        list(pool.map(fetch, names))
+
+
+def _kept(url: str) -> Path:
+    """Bring the copy of data in the cache up to date, one process of this machine at a time, and return its path."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_jax" / "objects"
+    home = base / hashlib.sha256(url.encode()).hexdigest()[:16]
+    home.mkdir(parents=True, exist_ok=True)
+    path = home / url.rpartition("/")[2]
+    with (home / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        names, folder = _objects(url)
+        now = {name: folder.generation(name).hex() for name in names}
+        index = home / _KEPT
+        try:
+            before = json.loads(index.read_text())
+        except (OSError, ValueError):
+            before = {}
+        target = path if folder.url == url else home
+        changed = [name for name in names if before.get(name) != now[name] or not (target / name).is_file()]
+        for name in before.keys() - now.keys():
+            (target / name).unlink(missing_ok=True)
+        index.unlink(missing_ok=True)
+        _download(folder, changed, target)
+        index.write_text(json.dumps(now))
+    return path
