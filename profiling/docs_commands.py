@@ -57,6 +57,7 @@ NEEDS = (
     Need(r"test\.sh", "the time of the whole suite: continuous integration runs this line", "false"),
     Need(r"^sudo ", "root by sudo, for network namespaces", "command -v sudo"),
     Need(r"10\.0\.0\.1", "several hosts, this one with the address 10.0.0.1", "hostname -I | grep -w 10.0.0.1"),
+    Need(r"\b(gs|s3)://", "a bucket of the reader's own", "false"),
     Need(r"\bsbatch ", "SLURM", "command -v sbatch"),
     Need(r"^docker ", "a Docker daemon", "docker info"),
     Need(r"--chat", "a published model's tokenizer and chat template", "false"),

@@ -10,12 +10,13 @@ import argparse
 
 from moe_jax.data.prepare_chat import prepare_chat
 from moe_jax.errors import CommandParser, run_command
-from moe_jax.files.local_copy import (
+from moe_jax.files.local_copy import local_path
+from moe_jax.files.places import (
     all_uploaded_or_nothing,
     check_is_empty,
-    input_place,
     output_folder,
     parse_place,
+    place,
     place_of,
 )
 
@@ -26,10 +27,8 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "input", type=input_place, help="a .jsonl or .json file (each also as .gz), or a folder of them"
-    )
-    parser.add_argument("output", type=output_folder, help="the folder to make")
+    parser.add_argument("input", type=place, help="a .jsonl or .json file (each also as .gz), or a folder of them")
+    parser.add_argument("output", type=place, help="the folder to make")
     parser.add_argument(
         "--tokenizer", required=True, metavar="FOLDER", help="of a model: its tokenizer.json and chat template"
     )
@@ -37,11 +36,12 @@ def main() -> None:
     parser.add_argument("--template", metavar="FILE", help="a chat template, instead of the model's")
     parser.add_argument("--validation-fraction", type=float, default=0.1, metavar="F", help="of the conversations")
     arguments = parser.parse_args()
-    check_is_empty("OUTPUT", arguments.output)
-    with all_uploaded_or_nothing(arguments.output):
+    output = output_folder(arguments.output)
+    check_is_empty("OUTPUT", output)
+    with all_uploaded_or_nothing(output):
         made = prepare_chat(
-            arguments.input,
-            arguments.output,
+            local_path(arguments.input),
+            output,
             tokenizer=parse_place("--tokenizer", arguments.tokenizer),
             seq_len=arguments.seq_len,
             template=None if arguments.template is None else parse_place("--template", arguments.template),
@@ -56,7 +56,7 @@ def main() -> None:
     print(
         f"{meta.train_tokens // length:,} sequences to train and {meta.validation_tokens // length:,} to validate; "
         f"{made.counted_tokens / tokens:.1%} of their tokens count in the loss, {made.filling_tokens / tokens:.1%} are "
-        f"filling; use data.path={place_of(arguments.output)} data.mask_documents=true data.seq_len={meta.seq_len} "
+        f"filling; use data.path={place_of(output)} data.mask_documents=true data.seq_len={meta.seq_len} "
         f"model.vocab_size={meta.vocab_size}"
     )
 

@@ -11,12 +11,13 @@ import argparse
 from moe_jax.data.prepare import prepare_text
 from moe_jax.data.tokens import verify_tokens
 from moe_jax.errors import CommandParser, run_command
-from moe_jax.files.local_copy import (
+from moe_jax.files.local_copy import local_path
+from moe_jax.files.places import (
     all_uploaded_or_nothing,
     check_is_empty,
-    input_place,
     output_folder,
     parse_place,
+    place,
     place_of,
 )
 
@@ -29,10 +30,10 @@ def main() -> None:
     )
     parser.add_argument(
         "input",
-        type=input_place,
+        type=place,
         help="a .txt, .jsonl, .json (each also as .gz) or .parquet file, or a folder of them at any depth",
     )
-    parser.add_argument("output", type=output_folder, nargs="?", help="the folder to make")
+    parser.add_argument("output", type=place, nargs="?", help="the folder to make")
     parser.add_argument(
         "--tokenizer", default="bytes", help="bytes, bpe (a new one), or a folder with a tokenizer.json"
     )
@@ -43,10 +44,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.verify == bool(arguments.output):
         parser.error("give INPUT and OUTPUT, or --verify and a folder")
+    arguments.input = local_path(arguments.input)
     if arguments.verify:
         folder, meta = arguments.input, verify_tokens(arguments.input)
     else:
-        tokenizer, folder = arguments.tokenizer, arguments.output
+        tokenizer, folder = arguments.tokenizer, output_folder(arguments.output)
         check_is_empty("OUTPUT", folder)
         with all_uploaded_or_nothing(folder):
             meta = prepare_text(

@@ -109,7 +109,7 @@ def draft_of(command: Command) -> Draft | None:
     if program != "train" or command.shown.startswith("error: "):
         return None
     arguments, _ = arguments_of("train", words)
-    if arguments.dry_run or not arguments.config.exists():
+    if arguments.dry_run or not Path(arguments.config).exists():
         return None
     return load_draft(arguments.config, arguments.overrides)
 

@@ -33,14 +33,8 @@ from moe_jax.distributed import processes
 from moe_jax.distributed.failures import fail_fast
 from moe_jax.errors import CheckpointError, CommandParser, ConfigError, run_command
 from moe_jax.files.atomic import all_or_nothing, write_atomically
-from moe_jax.files.local_copy import (
-    all_uploaded_or_nothing,
-    check_is_empty,
-    input_place,
-    output_folder,
-    place_of,
-    url_of,
-)
+from moe_jax.files.local_copy import local_path, url_of
+from moe_jax.files.places import all_uploaded_or_nothing, check_is_empty, output_folder, place, place_of
 from moe_jax.measure.provenance import versions
 from moe_jax.models.parameters import param_dims
 from moe_jax.models.stages import in_order, stored_shapes
@@ -63,26 +57,27 @@ def main() -> None:
         "a model.",
     )
     parser.add_argument("direction", choices=("import", "export"))
-    parser.add_argument(
-        "source", type=input_place, help="folder of the model (config.json, safetensors), or of the run"
-    )
-    parser.add_argument("--out", type=output_folder, required=True, help="the folder to make")
+    parser.add_argument("source", type=place, help="folder of the model (config.json, safetensors), or of the run")
+    parser.add_argument("--out", type=place, required=True, help="the folder to make")
     parser.add_argument("--family", help="export: model_type of config.json (default: the one that holds the model)")
     parser.add_argument("--dtype", choices=DTYPES, help="export: of the tensors (default: float32)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="import: e.g. mesh.expert=8")
     processes.add_arguments(parser)
     arguments = parser.parse_intermixed_args()
+    if arguments.direction == "import":
+        for name in ("family", "dtype"):
+            if getattr(arguments, name) is not None:
+                parser.error(f"--{name} is for export")
     if arguments.direction == "export":
         if arguments.overrides:
             parser.error(f"{arguments.overrides[0]} changes a model's settings, and export writes what there is")
         if arguments.distributed == "on" or processes.options_from(arguments).coordinator is not None:
             parser.error("--distributed and --coordinator are for import: one process exports")
+    arguments.source, arguments.out = local_path(arguments.source), output_folder(arguments.out)
+    if arguments.direction == "export":
         _export(arguments)
-        return
-    for name in ("family", "dtype"):
-        if getattr(arguments, name) is not None:
-            parser.error(f"--{name} is for export")
-    _import(arguments)
+    else:
+        _import(arguments)
 
 
 def _import(arguments: argparse.Namespace) -> None:

@@ -23,7 +23,8 @@ from moe_jax.config.yaml_io import load_config
 from moe_jax.data.chat_template import ChatTemplate
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.errors import CommandParser, ConfigError, run_command
-from moe_jax.files.local_copy import input_place
+from moe_jax.files.local_copy import local_path
+from moe_jax.files.places import place
 from moe_jax.models.sampling import Sampling
 from moe_jax.models.stages import stored_shapes
 from moe_jax.parallel.sharding import REPLICATED
@@ -40,11 +41,12 @@ _VOCABULARY = 2**24  # tokens, the most of a config
 def main() -> None:
     """Parse the command line, load the parameters onto one device, and print what the model writes."""
     arguments = _arguments()
+    arguments.run = local_path(arguments.run)
     config = load_config(arguments.run, arguments.overrides)
     check_same_run(config, arguments.run, ignore_data_order=True)
     tokenizer, template = tokenizer_of_run(config, arguments.run), _template_of(arguments)
     settings, prompt = _settings_of(arguments, tokenizer), arguments.prompt
-    prompts = read_prompts(arguments.prompts, arguments.chat, arguments.system) if arguments.prompts else []
+    prompts = read_prompts(local_path(arguments.prompts), arguments.chat, arguments.system) if arguments.prompts else []
     generator = TextGenerator(config, _load(config, arguments.run), tokenizer, settings, template)
     if prompts:
         for line in generator.continued(prompts, arguments.batch_size):
@@ -63,10 +65,10 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = CommandParser(prog="python -m moe_jax.generate", description="Sample text from a trained run.")
-    parser.add_argument("--run", type=input_place, required=True, help="folder of the run (log.dir)")
+    parser.add_argument("--run", type=place, required=True, help="folder of the run (log.dir)")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="text to continue (default: a line break), or the question with --chat")
-    source.add_argument("--prompts", type=input_place, metavar="FILE", help="prompts, one a line; .jsonl: JSON lines")
+    source.add_argument("--prompts", type=place, metavar="FILE", help="prompts, one a line; .jsonl: JSON lines")
     parser.add_argument("--batch-size", type=int, default=8, help="prompts of a file at a time (default: 8)")
     parser.add_argument("--chat", action="store_true", help="apply the model's chat template")
     parser.add_argument("--system", metavar="TEXT", help="system message of a chat")

@@ -15,7 +15,8 @@ from moe_jax.distributed.failures import fail_fast
 from moe_jax.distributed.hosts import hosts
 from moe_jax.errors import CommandParser, run_command
 from moe_jax.files.atomic import check_writable
-from moe_jax.files.local_copy import output_file, upload
+from moe_jax.files.local_copy import upload
+from moe_jax.files.places import output_file, place
 from moe_jax.measure.microbench import compile_all, curves_of, memory_bytes, times_of
 from moe_jax.measure.operations import KINDS, Machine, groups_of, operations, sizes_for
 from moe_jax.measure.provenance import provenance
@@ -34,7 +35,7 @@ def main() -> None:
         "profile (JSON) and a plot (PNG next to it).",
         epilog="Examples: --out profiles/v5p.json; on eight simulated devices, in a minute: --cpu-devices 8 --quick",
     )
-    parser.add_argument("--out", type=output_file, default=Path("cluster_profile.json"), help="default: %(default)s")
+    parser.add_argument("--out", type=place, default="cluster_profile.json", help="default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="few small sizes and rounds: seconds, not minutes")
     parser.add_argument("--only", metavar="A,B", default=",".join(KINDS), help="of %(default)s (default: all)")
     parser.add_argument("--rounds", type=int, help="timed runs of everything, interleaved (default: 15; quick: 3)")
@@ -54,6 +55,7 @@ def main() -> None:
     check_number("--rounds", rounds, Range(1, 10_000))
     check_number("--cpu-devices", arguments.cpu_devices, SIMULATED)
     check_number("--node-devices", arguments.node_devices, CLUSTER)
+    arguments.out = output_file(arguments.out)
     if arguments.out.suffix != ".json" or arguments.out.is_dir():
         raise ProfileError(f"--out={arguments.out} must be a file that ends in .json, e.g. cluster_profile.json")
     processes.initialize(processes.options_from(arguments), arguments.cpu_devices)

@@ -16,7 +16,8 @@ from moe_jax.config.validate.ranges import RANGES
 from moe_jax.config.yaml_io import load_draft, to_yaml
 from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.files.atomic import check_writable, reason, write_together
-from moe_jax.files.local_copy import output_file, parse_place, upload
+from moe_jax.files.local_copy import upload
+from moe_jax.files.places import output_file, parse_place, place
 from moe_jax.measure.provenance import origin
 from moe_jax.paths import shown
 from moe_jax.plan.batch_size import batch_size_of
@@ -70,7 +71,7 @@ def main() -> None:
     parser.add_argument(
         "--out",
         metavar="FILE",
-        type=output_file,
+        type=place,
         help="write the best plan as a config; next to it the printed text and a timeline",
     )
     arguments = parser.parse_intermixed_args()
@@ -89,6 +90,7 @@ def main() -> None:
             f"plan.cluster={loaded.plan.cluster} contradicts --cluster {arguments.cluster}: use plan.cluster=null"
         )
     if arguments.out:
+        arguments.out = output_file(arguments.out)
         _check(arguments.out)
     overridden = {each.partition("=")[0] for each in arguments.overrides}
     draft = loaded if loaded.open else open_draft(loaded, fixed=overridden)

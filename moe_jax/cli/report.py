@@ -10,7 +10,8 @@ from pathlib import Path
 from moe_jax.config.ranges import Range, check_number
 from moe_jax.errors import CommandParser, UserError, run_command
 from moe_jax.files.atomic import check_writable
-from moe_jax.files.local_copy import input_place, output_folder, parse_place, upload, url_of
+from moe_jax.files.local_copy import local_path, upload, url_of
+from moe_jax.files.places import output_folder, parse_place, place
 from moe_jax.measure.provenance import origin
 from moe_jax.measure.targets import find_target
 from moe_jax.paths import shown
@@ -57,22 +58,20 @@ def main() -> None:
     compiled.add_argument(
         "--policies", metavar="A,B", help="compare these; unified+exchange.algorithm=ring adds a setting"
     )
-    compiled.add_argument(
-        "--save-hlo", metavar="DIR", type=output_folder, help="keep each scheduled program as DIR/POLICY.hlo"
-    )
-    compiled.add_argument(
-        "--out", metavar="DIR", type=output_folder, help="write report.txt, timeline.png and trace.json here"
-    )
+    compiled.add_argument("--save-hlo", metavar="DIR", type=place, help="keep each scheduled program as DIR/POLICY.hlo")
+    compiled.add_argument("--out", metavar="DIR", type=place, help="write report.txt, timeline.png and trace.json here")
     compiled.add_argument(
         "--option", metavar="NAME=VALUE", action="append", default=[], help="one more compiler option"
     )
     compiled.add_argument(
         "--trace",
         metavar="DIR",
-        type=input_place,
+        type=place,
         help="what log.trace_step left of a run: measured lanes in the timeline",
     )
     arguments = parser.parse_intermixed_args()
+    arguments.trace = arguments.trace and local_path(arguments.trace)
+    arguments.out, arguments.save_hlo = (each and output_folder(each) for each in (arguments.out, arguments.save_hlo))
     if arguments.compile is None:
         _page(arguments)
     else:

@@ -19,7 +19,8 @@ from moe_jax.distributed import processes
 from moe_jax.distributed.failures import fail_fast, run_and_exit
 from moe_jax.distributed.heartbeat import report_no_mesh, report_start
 from moe_jax.errors import CommandParser, MeshError
-from moe_jax.files.local_copy import input_place, local_path, upload
+from moe_jax.files.local_copy import local_path, upload
+from moe_jax.files.places import place
 from moe_jax.paths import shown
 from moe_jax.plan.planner import PlanError
 from moe_jax.report import write_report
@@ -40,7 +41,7 @@ def main() -> None:
         description="Train a Mixture-of-Experts model.",
         epilog="Example: --config configs/shakespeare_cpu.yaml train.steps=200. Settings: moe_jax/config/sections.py.",
     )
-    parser.add_argument("--config", type=input_place, required=True, help="YAML file, or the folder of an earlier run")
+    parser.add_argument("--config", type=place, required=True, help="YAML file, or the folder of an earlier run")
     parser.add_argument("--dry-run", action="store_true", help="print what would be trained, and stop")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
     processes.add_arguments(parser)

@@ -600,7 +600,7 @@ class MigrationConfig:
 class LogConfig:
     """The output of a run: its folder, records, alarms, traces and sample."""
 
-    dir: str = "runs/default"  # the folder of the run
+    dir: str = "runs/default"  # the folder of the run, also in a bucket (docs/object_stores.md)
     every: int = number(10, Range(1, ANY))  # steps between two records
     tensorboard: bool = True  # write TensorBoard files
     wandb_project: str | None = None  # Weights & Biases project for process 0, see docs/logging.md; null: none

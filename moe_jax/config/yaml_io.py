@@ -20,7 +20,7 @@ from moe_jax.config.renamed import RENAMED, RENAMED_VALUES, with_new_names
 from moe_jax.config.validate import plain_setting
 from moe_jax.config.yaml_reader import Dumper, parse_yaml
 from moe_jax.errors import ConfigError
-from moe_jax.files.local_copy import parse_place
+from moe_jax.files.places import parse_place
 from moe_jax.files.untrusted import read_text
 from moe_jax.paths import SETTINGS
 

@@ -5,7 +5,6 @@ a temporary folder of this process; data, which is large and does not change, in
 Checkpoints are not copied: processes read and write their own parts in the bucket (checkpoint/in_bucket.py).
 """
 
-import argparse
 import atexit
 import errno
 import fcntl
@@ -15,19 +14,17 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import final
 
-from moe_jax.errors import ConfigError, plain_argument
 from moe_jax.files.object_store import ObjectFolder, StoreError
-from moe_jax.paths import COPIES, is_bucket_url, plain_path
+from moe_jax.paths import COPIES, is_bucket_url
 
 CHECKPOINTS = "checkpoints"  # the folder of a run that is not copied
 LOCK = "lock"  # neither is this file
-_LEFT_OUT = (f"{CHECKPOINTS}/", LOCK)
 _AT_A_TIME = 8  # files
 _UNFINISHED = ".part"
 _KEPT = "generations.json"  # of the objects in a folder of the cache
@@ -49,7 +46,7 @@ class LocalCopy:
             shutil.rmtree(self.path)
         self.path.unlink(missing_ok=True)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        names, folder = _objects(self.url)
+        names, folder = objects_at(self.url)
         _download(folder, names, self.path if folder.url == self.url else self.path.parent)
         self._uploaded = self._stamps()
 
@@ -69,7 +66,7 @@ class LocalCopy:
         found = {}
         for file in self.path.rglob("*"):
             name = file.relative_to(self.path).as_posix()
-            if not name.startswith(_LEFT_OUT) and not name.endswith(_UNFINISHED):
+            if not _is_left_out(name) and not name.endswith(_UNFINISHED):
                 with suppress(FileNotFoundError):  # it has just been renamed or deleted
                     if stat.S_ISREG((facts := file.stat()).st_mode):
                         found[name] = (facts.st_mtime_ns, facts.st_size)
@@ -108,78 +105,28 @@ def url_of(path: Path) -> str | None:
     return COPIES.get(str(path))
 
 
-def parse_place(name: str, text: str) -> Path:
-    """Return the path that an argument of a command line names, or the copy of its URL. Raises ConfigError."""
-    return local_path(plain_argument(name, text, buckets=True))
-
-
-def input_place(text: str) -> Path:
-    """Do the same for an argument that argparse names."""
-    return local_path(_argument(text))
-
-
-def output_folder(text: str) -> Path:
-    """Return the path that an argument names as a folder to write, or an empty copy of its URL, to be uploaded.
-
-    Raises StoreError if the bucket cannot be written.
-    """
-    place = _argument(text)
-    return _empty(place).path if is_bucket_url(place) else Path(place)
-
-
-def output_file(text: str) -> Path:
-    """Do the same for a file; what is written next to it is uploaded with it, as `upload(path.parent)`."""
-    parent, _, name = (place := _argument(text)).rpartition("/")
-    return _empty(parent).path / name if is_bucket_url(place) else Path(place)
-
-
 def upload(path: Path) -> None:
     """Upload what has been written to the copy of a URL; nothing for other paths. Raises StoreError."""
     if url := url_of(path):
         _copies[url].upload()
 
 
-@contextmanager
-def all_uploaded_or_nothing(path: Path) -> Iterator[None]:
-    """Context in which the copy of a URL that has nothing yet is filled, and then uploaded; nothing for other paths.
-
-    If that fails, the bucket has nothing there again.
-    """
-    try:
-        yield
-        upload(path)
-    except BaseException:
-        if url := url_of(path):
-            with suppress(StoreError):  # an error that says why is already being raised
-                ObjectFolder(url).delete(ObjectFolder(url).names())
-        raise
+def download_again(path: Path) -> None:
+    """Replace the copy of a URL by what the bucket has now; nothing for other paths. Raises StoreError."""
+    if url := url_of(path):
+        _copies[url].download()
 
 
-def check_is_empty(name: str, path: Path) -> None:
-    """Raise ConfigError if a path is the copy of a URL at which a bucket has anything."""
-    if (url := url_of(path)) and _objects(url)[0]:
-        raise ConfigError(f"{name}={url} exists and is not an empty folder: name another one, or remove it")
-
-
-def _argument(text: str) -> str:
-    if not text or "\0" in text:
-        raise argparse.ArgumentTypeError(f"{text!r} names no file or folder")
-    try:
-        return plain_path(text, buckets=True)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text} {error}") from None
-
-
-def place_of(path: Path) -> str:
-    """Return the name of a path in a config: the URL of which it is the copy, or the path."""
-    return url_of(path) or str(path)
-
-
-def _empty(url: str) -> LocalCopy:
+def empty_copy(url: str) -> Path:
+    """Return an empty folder, to be uploaded to a URL. Raises StoreError if the bucket cannot be written."""
     ObjectFolder(url).check(writes=True)
     _copies[url] = _new(url)
     _copies[url].path.mkdir()
-    return _copies[url]
+    return _copies[url].path
+
+
+def _is_left_out(name: str) -> bool:
+    return name == LOCK or name.startswith(f"{CHECKPOINTS}/")
 
 
 def _add(copy: LocalCopy) -> LocalCopy:
@@ -194,14 +141,14 @@ def _new(url: str) -> LocalCopy:
     return _add(LocalCopy(url, Path(home) / url.rpartition("/")[2]))
 
 
-def _objects(url: str) -> tuple[list[str], ObjectFolder]:
+def objects_at(url: str) -> tuple[list[str], ObjectFolder]:
     """Return the names of the objects at a URL, and the folder in which they have them; of a run without checkpoints.
 
     Raises StoreError also for names that a folder on this machine cannot have.
     """
     folder = ObjectFolder(url)
     folder.check(writes=False)
-    names = [name for name in folder.names() if not name.startswith(_LEFT_OUT) and not name.endswith("/")]
+    names = [name for name in folder.names() if not _is_left_out(name) and not name.endswith("/")]
     for name in names:
         if any(part in ("", ".", "..") or "\0" in part for part in name.split("/")):
             raise StoreError(errno.EINVAL, "a file on this machine cannot have its name", str(folder / name))
@@ -233,7 +180,7 @@ def _kept(url: str) -> Path:
     path = home / url.rpartition("/")[2]
     with (home / LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        names, folder = _objects(url)
+        names, folder = objects_at(url)
         now = {name: folder.generation(name).hex() for name in names}
         index = home / _KEPT
         try:

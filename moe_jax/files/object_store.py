@@ -168,7 +168,7 @@ class ObjectFolder:
         except TimeoutError:
             raise StoreError(errno.ETIMEDOUT, f"no answer in {seconds} s", url) from None
         except Exception as error:  # tensorstore's errors have no common type
-            text = str(error).strip().splitlines()[0].partition(" [")[0][:200] if str(error) else type(error).__name__
+            text = (str(error).strip() or type(error).__name__).splitlines()[0].partition(" [")[0][:200].rstrip(".")
             code = "OUT_OF_RANGE" if "Content-Range" in text else text.partition(":")[0]
             number, reason = _CODES.get(code, (errno.EIO, text))
             raise StoreError(number, reason, url) from None

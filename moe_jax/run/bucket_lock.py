@@ -58,6 +58,8 @@ class BucketLock:
         first, reported, since = b"", False, time.monotonic()
         while True:
             holder, generation = self._read()
+            if holder == self._own:  # the store wrote it, and its answer was lost
+                return
             if holder is None or self._is_dead(holder, silent_s=time.monotonic() - since):
                 if self._folder.write_if(generation, LOCK, self._own.content()):
                     if holder is not None:

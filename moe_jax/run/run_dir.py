@@ -14,7 +14,7 @@ from moe_jax.checkpoint.latest import agreed_newest
 from moe_jax.config import Config
 from moe_jax.distributed.processes import from_process, is_main_process
 from moe_jax.errors import CheckpointError, ConfigError
-from moe_jax.files.local_copy import local_path, url_of
+from moe_jax.files.local_copy import download_again, local_path, url_of
 from moe_jax.files.object_store import ObjectFolder, StoreError
 from moe_jax.files.upload import Uploads
 from moe_jax.paths import checkpoint_path_problem
@@ -65,6 +65,7 @@ def lock_run_dir(config: Config) -> Iterator[Callable[[], None]]:
                 problem = str(error)
         if found := from_process(0, problem):
             raise ConfigError(found)
+        download_again(folder)  # the run that had the lock may have uploaded something since
         closing.enter_context(Uploads(folder))
         yield check
 

@@ -111,6 +111,13 @@ def test_a_damaged_checkpoint_is_moved_and_a_store_that_is_away_damages_none(
         newest_checkpoint(run)
 
 
+def test_a_lock_is_taken_though_the_answer_of_the_store_is_lost(store: Server) -> None:
+    store.next_faults += ["unavailable", ""]  # the second answer, to the write
+    with BucketLock(URL):
+        assert not store.next_faults
+        assert Holder.parse(store.objects["runs/a/lock"][1]).pid == os.getpid()
+
+
 def test_one_run_at_a_time_has_the_lock(
     store: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

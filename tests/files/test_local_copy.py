@@ -6,17 +6,9 @@ from pathlib import Path
 import pytest
 
 from moe_jax.errors import ConfigError
-from moe_jax.files.local_copy import (
-    all_uploaded_or_nothing,
-    check_is_empty,
-    local_data,
-    local_path,
-    output_folder,
-    place_of,
-    upload,
-    url_of,
-)
+from moe_jax.files.local_copy import local_data, local_path, upload, url_of
 from moe_jax.files.object_store import StoreError
+from moe_jax.files.places import all_uploaded_or_nothing, check_is_empty, output_folder, place_of
 from moe_jax.files.upload import Uploads, upload_now
 from moe_jax.paths import shown
 from tests.gcs_server import Server

@@ -4,7 +4,7 @@ import difflib
 import re
 
 from moe_jax.errors import UserError
-from moe_jax.files.local_copy import parse_place
+from moe_jax.files.places import parse_place
 from moe_jax.plan.clusters.cpu import CPUS
 from moe_jax.plan.clusters.described import described_cluster
 from moe_jax.plan.clusters.gpu import GPUS

@@ -1,0 +1,158 @@
+"""Does a run in a bucket end as an undisturbed one does? python profiling/object_stores.py [--kills N]
+
+A tiny run trains by the command line into a local folder, and then into a bucket of each store, where it is killed at
+random times and started again until it has been killed N times; then it may end. The losses of all its records and the
+digests of its last checkpoint's arrays must be those of the local run, bit for bit.
+
+The store of gs:// is tests/gcs_server.py, which leaves requests unanswered for a while, refuses them with 503 or cuts
+answers off. That of s3:// is moto's server (pip install 'moto[server]'), without faults.
+"""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from results_file import write_result
+
+from moe_jax.errors import CommandParser, UserError, run_command
+from moe_jax.files.object_store import ObjectFolder
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.gcs_server import BUCKET, Server, serving
+
+FAULTS = {"unavailable": 0.01, "cut": 0.01, "slow": 0.01}  # shares of requests
+STEPS, EVERY = 3000, 100
+_PORT = 5577  # of moto's server
+_LONGEST_S = 3.0  # after its first step, a process is killed
+_CONFIG = f"""
+model:
+  hidden_size: 16
+  num_layers: 1
+  num_attention_heads: 2
+  moe: {{num_experts: 4, top_k: 2, intermediate_size: 16}}
+data: {{path: text.txt, seq_len: 16}}
+train: {{steps: {STEPS}, batch_size: 8, compute_dtype: float32}}
+checkpoint: {{every: {EVERY}}}
+log: {{sample_tokens: 0, tensorboard: false}}
+"""
+
+
+def main() -> None:
+    """Train locally and into both stores, and write results/object_stores.json."""
+    parser = CommandParser(prog="python profiling/object_stores.py", description=__doc__)
+    parser.add_argument("--kills", type=int, default=10, metavar="N", help="for each store (default: 10)")
+    kills = parser.parse_args().kills
+    if shutil.which("moto_server") is None:
+        raise UserError("moto_server is not found: pip install 'moto[server]', and have its folder in PATH")
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        (work / "run.yaml").write_text(_CONFIG)
+        (work / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 60)
+        started = time.monotonic()
+        _ended(_train(work, "undisturbed"))
+        found: dict[str, Any] = {"steps": STEPS, "undisturbed_s": round(time.monotonic() - started, 1)}
+        expected = _outcome(lambda name: (work / "undisturbed" / name).read_bytes())
+        with serving() as gcs:
+            os.environ |= {"TENSORSTORE_GCS_HTTP_URL": gcs.url, "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token"}
+            gcs.faults = dict(FAULTS)
+            found["gs"] = _killed(work, f"gs://{BUCKET}/runs/killed", kills, expected, gcs)
+        with _moto():
+            found["s3"] = _killed(work, f"s3://{BUCKET}/runs/killed", kills, expected)
+    write_result("object_stores", found)
+
+
+def _train(work: Path, log_dir: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "moe_jax.train", "--config", "run.yaml", f"log.dir={log_dir}"]
+    return subprocess.Popen(command, cwd=work, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def _ended(process: "subprocess.Popen[str]", begun: str = "") -> str:
+    """Return the output of a process, which began with `begun`. Raises UserError unless it succeeded or was killed."""
+    output = begun + process.communicate()[0]
+    if process.returncode not in (0, -9):
+        raise UserError(f"the run ended with exit code {process.returncode}: {output.splitlines()[-1]}")
+    return output
+
+
+def _killed(work: Path, url: str, kills: int, expected: Any, server: Server | None = None) -> dict[str, Any]:
+    """Train into a bucket, kill the process `kills` times, and compare what is there at the end."""
+    rng, outputs = random.Random(0), list[str]()
+    while len(outputs) < kills:
+        process = _train(work, url)
+        assert process.stdout is not None
+        begun = "".join(_until_first_step(process.stdout))
+        time.sleep(rng.uniform(0, _LONGEST_S))
+        process.kill()
+        outputs.append(_ended(process, begun))
+        print(f"{url}: killed {len(outputs)}", flush=True)
+    outputs.append(_ended(_train(work, url)))
+    run = ObjectFolder(url)
+    if server is not None:
+        server.faults.clear()
+    resumed = [
+        line.split()[-1] for output in outputs for line in output.splitlines() if line.startswith("resuming from")
+    ]
+    records, leaves = _outcome(run.read)
+    if records != expected[0] or leaves != expected[1]:
+        raise UserError(f"{url} does not end as the undisturbed run")
+    return {
+        "kills": kills,
+        "resumed_from": [int(step) for step in resumed],
+        "equal_records": len(records),
+        "equal_arrays": len(leaves),
+        "checkpoints": sorted({name.split("/")[1] for name in run.names("checkpoints/")}),
+        "warnings": [line for output in outputs for line in output.splitlines() if "warning" in line],
+    } | ({"faults": dict(server.made)} if server else {})
+
+
+def _until_first_step(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the lines that a run prints until it has trained its first step."""
+    for line in lines:
+        yield line
+        if line.startswith("step"):
+            return
+
+
+def _outcome(read: Any) -> tuple[list[tuple[int, float]], Any]:
+    """Return the losses of a run's records by step, and shapes and digests of the arrays of its last checkpoint."""
+    records = [json.loads(line) for line in read("metrics.jsonl").splitlines()]
+    losses = [
+        (record["step"], record[key]) for record in records for key in ("loss", "validation_loss") if key in record
+    ]
+    return losses, json.loads(read(f"checkpoints/{STEPS}/record/metadata"))["content"]["leaves"]
+
+
+@contextmanager
+def _moto() -> Iterator[None]:
+    """Context with moto's server and a bucket."""
+    command = ["moto_server", "-H", "127.0.0.1", "-p", str(_PORT)]
+    url = f"http://127.0.0.1:{_PORT}"
+    os.environ |= {"AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(100):
+            time.sleep(0.2)
+            try:
+                urllib.request.urlopen(urllib.request.Request(f"{url}/{BUCKET}", method="PUT"))
+                break
+            except OSError:
+                continue
+        yield
+    finally:
+        server.kill()
+        server.wait()
+
+
+if __name__ == "__main__":
+    run_command(main)
