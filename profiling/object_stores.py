@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.gcs_server import BUCKET, Server, serving
 
 FAULTS = {"unavailable": 0.01, "cut": 0.01, "slow": 0.01}  # shares of requests
-STEPS, EVERY = 3000, 100
+STEPS, EVERY = 2000, 100
 _PORT = 5577  # of moto's server
 _LONGEST_S = 3.0  # after its first step, a process is killed
 _CONFIG = f"""
