@@ -60,6 +60,7 @@ def _measure(put: Put, config: Config, rates: Values, clock_s: float, trace: Pat
             "sequences": shape[0],
             "sequence_tokens": config.data.seq_len,
             "capacity_factor": config.model.moe.capacity_factor,
+            "grouped_product": config.train.grouped_product,
             "predicted_bytes": step_memory(config, rates["platform"]).total,
             "predicted_step_s": _predicted_step_s(config, rates["device"]),
         }
