@@ -14,7 +14,6 @@ measures everything in several such calls. Needs neither grain nor matplotlib. W
 GPU, it runs tiny models and writes bench_gpu.quick.json.
 """
 
-import dataclasses
 import json
 import operator
 import os
@@ -51,7 +50,7 @@ _FACTORS = {"dropless": None, "capacity": 1.25}
 _MINUTES, _LEAST_S = 9.0, 40.0  # time limit of all parts; least remaining time to start another part
 _NOT_BEGUN = "not begun"
 _RATES_S, _PART_S = 75.0, 125.0  # time limits of the rates and of each other part
-_CLOCK_S, _TOY_CLOCK_S = 10.0, 0.1  # duration of the timed steps of a part
+_CLOCK_S, _TOY_CLOCK_S = 6.0, 0.1  # duration of the timed steps of a part
 _UNFINISHED = 75  # exit code if there was no time for some parts: call again with --resume (EX_TEMPFAIL)
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ENVIRONMENT = {
@@ -97,7 +96,7 @@ class Bench:
                 self._part(name, "gpu_transformers", limited | _in_transformers(config), _PART_S)
             else:
                 trace = self.path.with_name(f"{self.path.stem}_{name}.trace.json.gz")
-                own = unrolled(self._with_fastest_product(model, with_capacity(config, _FACTORS[how])))
+                own = unrolled(with_capacity(config, _FACTORS[how]))
                 self._part(name, "gpu_step", self._timed(rates) | {"config": own, "trace": trace}, _PART_S)
 
     @property
@@ -115,13 +114,6 @@ class Bench:
         if "memory_bytes_per_s" not in rates:
             return None
         return config_of(TOYS[model], 2, 32) if self._is_toy else filling(MODELS[model], rates["memory_bytes"])
-
-    def _with_fastest_product(self, model: str, config: Config) -> Config:
-        """Return the config with the grouped product that won the race of this model, as runs choose it."""
-        fastest = self.parts.get("races", {}).get(model, {}).get("fastest")
-        if fastest is None or not config.model.moe.sends_sized_rows:
-            return config
-        return dataclasses.replace(config, train=dataclasses.replace(config.train, grouped_product=fastest))
 
     def _timed(self, rates: Values) -> Values:
         return {"rates": rates, "clock_s": _TOY_CLOCK_S if self._is_toy else _CLOCK_S}
