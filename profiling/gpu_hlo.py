@@ -94,7 +94,7 @@ def main() -> None:
     assert memory_bytes is not None, "published"
     values: dict[str, Any] = {}
     for name, model in MODELS.items():
-        config = filling(model, memory_bytes)
+        config = filling(model, memory_bytes, looped=True)
         assert config is not None, "a block of each fits"
         if arguments.layers is not None:
             cut = dataclasses.replace(model, num_layers=arguments.layers)
@@ -112,6 +112,7 @@ def main() -> None:
             "kernels": kernels(program, config, target),
             "unrolled": {
                 "allocated_bytes": unrolled_bytes,
+                "predicted_bytes": int(step_memory(unrolled(config), target.platform).total),
                 "kernels": kernels(unrolled_program, config, target),
             },
         }
