@@ -39,18 +39,18 @@ from moe_jax.plan.resources import train_flops_per_token
 
 MODEL_PARTS = {  # model, and what computes it; in this order, since time may run out before the last
     "coarse": ("coarse", "dropless"),
-    "fine": ("fine", "dropless"),
     "coarse-transformers": ("coarse", "transformers"),
+    "fine": ("fine", "dropless"),
     "fine-transformers": ("fine", "transformers"),
     "coarse-capacity": ("coarse", "capacity"),
     "fine-capacity": ("fine", "capacity"),
 }
-PARTS = ("kernels", "races", *MODEL_PARTS)
+PARTS = ("kernels", "races", *MODEL_PARTS, "tiles")
 _FACTORS = {"dropless": None, "capacity": 1.25}
 _MINUTES, _LEAST_S = 9.0, 40.0  # time limit of all parts; least remaining time to start another part
 _NOT_BEGUN = "not begun"
 _RATES_S, _PART_S = 75.0, 125.0  # time limits of the rates and of each other part
-_CLOCK_S, _TOY_CLOCK_S = 10.0, 0.1  # duration of the timed steps of a part
+_CLOCK_S, _TOY_CLOCK_S = 6.0, 0.1  # duration of the timed steps of a part
 _UNFINISHED = 75  # exit code if there was no time for some parts: call again with --resume (EX_TEMPFAIL)
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ENVIRONMENT = {
@@ -82,10 +82,10 @@ class Bench:
     def _run(self, name: str, rates: Values) -> None:
         if name == "kernels":
             self._part(name, "gpu_kernels", {"toy": self._is_toy}, _PART_S)
-        elif name == "races":
+        elif name in ("races", "tiles"):
             configs = {model: self._config(model, rates) for model in MODELS}
             fitting = {model: config for model, config in configs.items() if config is not None}
-            self._part(name, "gpu_races", {"configs": fitting, "rates": rates}, _PART_S)
+            self._part(name, f"gpu_{name}", {"configs": fitting, "rates": rates}, _PART_S)
         else:
             model, how = MODEL_PARTS[name]
             config = self._config(model, rates)
@@ -96,7 +96,7 @@ class Bench:
                 self._part(name, "gpu_transformers", limited | _in_transformers(config), _PART_S)
             else:
                 trace = self.path.with_name(f"{self.path.stem}_{name}.trace.json.gz")
-                own = unrolled(with_capacity(config, _FACTORS[how]))
+                own = with_capacity(config, _FACTORS[how])
                 self._part(name, "gpu_step", self._timed(rates) | {"config": own, "trace": trace}, _PART_S)
 
     @property
@@ -113,7 +113,9 @@ class Bench:
     def _config(self, model: str, rates: Values) -> Config | None:
         if "memory_bytes_per_s" not in rates:
             return None
-        return config_of(TOYS[model], 2, 32) if self._is_toy else filling(MODELS[model], rates["memory_bytes"])
+        return (
+            unrolled(config_of(TOYS[model], 2, 32)) if self._is_toy else filling(MODELS[model], rates["memory_bytes"])
+        )
 
     def _timed(self, rates: Values) -> Values:
         return {"rates": rates, "clock_s": _TOY_CLOCK_S if self._is_toy else _CLOCK_S}
