@@ -60,6 +60,10 @@ class Handler(BaseHTTPRequestHandler):
                 self._send(204, b"")
             else:
                 objects[name] = (next(self.server.generations), content)
+                lost = next((part for part in self.server.lost if part in name), None)
+                if lost:
+                    self.server.lost.remove(lost)
+                    self.server.next_faults.append("unavailable")
                 self._send(200, self._facts(name))
 
     def _list(self, query: dict[str, str]) -> None:
@@ -130,6 +134,7 @@ class Server(ThreadingHTTPServer):
         self.objects: dict[str, tuple[int, bytes]] = {}
         self.generations, self.lock = itertools.count(1000), threading.Lock()
         self.next_faults: list[str] = []
+        self.lost: list[str] = []  # parts of names of objects: of the next write of each, the answer is lost
         self.faults: dict[str, float] = {}  # share of requests: unavailable, cut, slow
         self.slow_s, self.made = 0.2, dict.fromkeys(("unavailable", "cut", "slow"), 0)
         self._random = random.Random(0)

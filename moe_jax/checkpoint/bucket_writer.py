@@ -73,6 +73,7 @@ class BucketWriter:
             store = tensorstore.open(
                 {"driver": "zarr3", "kvstore": database | {"path": f"{name}/"}},
                 create=True,
+                delete_existing=True,  # else a repeated request, whose answer was lost, finds the array there
                 dtype=array.dtype,
                 shape=array.shape,
                 chunk_layout=tensorstore.ChunkLayout(chunk_shape=array.sharding.shard_shape(array.shape)),

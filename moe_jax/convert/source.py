@@ -13,7 +13,8 @@ from moe_jax.convert.fused import stored_family
 from moe_jax.convert.hf_config import FILE, ConvertError, HfConfig, read_config, read_json
 from moe_jax.convert.quantized import quantization_of
 from moe_jax.convert.table import array_slices, disk_shapes
-from moe_jax.files.local_copy import local_path
+from moe_jax.files.local_copy import local_outline, url_of
+from moe_jax.paths import is_bucket_url
 
 ORIGIN = "imported_config.json"  # a copy of the config.json of the imported model, in the run's folder
 
@@ -30,14 +31,16 @@ def origin_of(config: Config) -> Path | None:
     Returns None if the run does not start from an imported model.
     """
     start = config.train.init_from
-    files = [] if start is None else [local_path(start) / FILE, local_path(start) / ORIGIN]
+    files = [] if start is None else [local_outline(start) / FILE, local_outline(start) / ORIGIN]
     return next((file for file in files if file.exists()), None)
 
 
 def is_imported(config: Config, run: Path) -> bool:
     """Whether an import created the run. The `train.init_from` of such a run is the run itself."""
     start = config.train.init_from
-    return start is not None and (run / ORIGIN).exists() and local_path(start).resolve() == run.resolve()
+    if start is None or not (run / ORIGIN).exists():
+        return False
+    return url_of(run) == start if is_bucket_url(start) else Path(start).resolve() == run.resolve()
 
 
 def longest_sequence(config: Config, run: Path) -> int:

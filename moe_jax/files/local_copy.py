@@ -27,6 +27,8 @@ CHECKPOINTS = "checkpoints"  # the folder of a run that is not copied
 LOCK = "lock"  # neither is this file
 _AT_A_TIME = 8  # files
 _UNFINISHED = ".part"
+_LARGE = (".safetensors", ".bin")  # files of models and of prepared data
+_TEXT = ".txt"  # a text as data; in the folder of a model these are small
 _KEPT = "generations.json"  # of the objects in a folder of the cache
 
 Stamps = dict[str, tuple[int, int]]  # time of modification in ns and size of each file, by name
@@ -36,8 +38,9 @@ Stamps = dict[str, tuple[int, int]]  # time of modification in ns and size of ea
 class LocalCopy:
     """The copy of the folder or file at a URL. Methods raise StoreError and other OSErrors."""
 
-    def __init__(self, url: str, path: Path) -> None:
-        self.url, self.path = url, path
+    def __init__(self, url: str, path: Path, empty: tuple[str, ...] = ()) -> None:
+        """Files whose names end in one of `empty` are empty in the copy."""
+        self.url, self.path, self._empty = url, path, empty
         self._uploaded: Stamps = {}
 
     def download(self) -> None:
@@ -47,7 +50,7 @@ class LocalCopy:
         self.path.unlink(missing_ok=True)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         names, folder = objects_at(self.url)
-        _download(folder, names, self.path if folder.url == self.url else self.path.parent)
+        _download(folder, names, self.path if folder.url == self.url else self.path.parent, self._empty)
         self._uploaded = self._stamps()
 
     def upload(self) -> None:
@@ -74,6 +77,7 @@ class LocalCopy:
 
 
 _copies: dict[str, LocalCopy] = {}  # by URL
+_outlines: dict[str, LocalCopy] = {}
 
 
 def local_path(path: str | Path) -> Path:
@@ -89,6 +93,18 @@ def local_data(path: str | Path) -> Path:
     if url not in _copies:
         _copies[url] = _add(LocalCopy(url, _kept(url)))
     return _copies[url].path
+
+
+def local_outline(path: str | Path) -> Path:
+    """Return the copy of a model, or of data, in which large files are empty, for those who read only the others."""
+    url = str(path)
+    if not is_bucket_url(url):
+        return Path(path)
+    if url not in _copies and url not in _outlines:
+        outline = _new(url, (_TEXT,) if url.endswith(_TEXT) else _LARGE)
+        outline.download()
+        _outlines[url] = outline
+    return (_copies.get(url) or _outlines[url]).path
 
 
 def copy_of(url: str) -> LocalCopy:
@@ -134,11 +150,11 @@ def _add(copy: LocalCopy) -> LocalCopy:
     return copy
 
 
-def _new(url: str) -> LocalCopy:
+def _new(url: str, empty: tuple[str, ...] = ()) -> LocalCopy:
     """A copy in a temporary folder, which is removed when the process ends."""
     home = tempfile.mkdtemp(prefix="moe_jax-")
     atexit.register(shutil.rmtree, home, ignore_errors=True)
-    return _add(LocalCopy(url, Path(home) / url.rpartition("/")[2]))
+    return _add(LocalCopy(url, Path(home) / url.rpartition("/")[2], empty))
 
 
 def objects_at(url: str) -> tuple[list[str], ObjectFolder]:
@@ -159,9 +175,12 @@ def objects_at(url: str) -> tuple[list[str], ObjectFolder]:
     return ([own] if parent.count("/") > 1 and above.has(own) else []), above
 
 
-def _download(folder: ObjectFolder, names: Collection[str], home: Path) -> None:
+def _download(folder: ObjectFolder, names: Collection[str], home: Path, empty: tuple[str, ...] = ()) -> None:
     def fetch(name: str) -> None:
         file = home / name
+        if name.endswith(empty):
+            file.touch()
+            return
         unfinished = file.with_name(f"{file.name}{_UNFINISHED}")
         folder.download(name, unfinished)
         unfinished.replace(file)

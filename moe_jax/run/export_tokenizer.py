@@ -18,7 +18,7 @@ from moe_jax.data.tokenizer import load_model_tokenizer
 from moe_jax.data.tokens import Meta, read_meta
 from moe_jax.errors import DataError, UserError
 from moe_jax.files.atomic import write_atomically, write_together
-from moe_jax.files.local_copy import local_data
+from moe_jax.files.local_copy import local_outline
 from moe_jax.files.object_store import StoreError
 from moe_jax.files.untrusted import MOST_TOKENIZER, read_bytes, read_text
 
@@ -35,7 +35,7 @@ def save_tokenizer(config: Config, run: Path) -> None:
         present = {name for name in (TOKENIZER, TOKENIZER_CONFIG) if origin.with_name(name).is_file()}
     elif config.train.init_from is not None and (run / ORIGIN).exists():  # saved before; its origin is gone
         present = {name for name in (TOKENIZER, TOKENIZER_CONFIG) if (run / name).is_file()}
-    meta, file = _meta(config), local_data(config.data.path) / TOKENIZER
+    meta, file = _meta(config), local_outline(config.data.path) / TOKENIZER
     if TOKENIZER in present or meta is None or not file.is_file():
         return
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": _name_of(file, meta.end_of_text)}
@@ -66,7 +66,7 @@ def special_tokens_of(config: Config, run: Path) -> dict[str, Any]:
 def _meta(config: Config) -> Meta | None:
     """The Meta of the run's prepared data; None if the data is a .txt file or no longer exists."""
     try:
-        path = local_data(config.data.path)
+        path = local_outline(config.data.path)
         return read_meta(path) if path.is_dir() else None
     except (DataError, StoreError):
         return None

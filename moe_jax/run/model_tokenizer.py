@@ -10,7 +10,7 @@ from moe_jax.data.tokenizer import ByteTokenizer, Tokenizer, load_model_tokenize
 from moe_jax.data.tokens import BPE_FILE, META_FILE, check_tokenizer_file, find_data, read_meta
 from moe_jax.distributed.processes import is_main_process
 from moe_jax.errors import ConfigError, DataError
-from moe_jax.files.local_copy import local_data, local_path
+from moe_jax.files.local_copy import local_outline
 from moe_jax.files.untrusted import read_json
 
 _BYTES = None  # stands for the byte tokenizer, which has no file
@@ -28,7 +28,7 @@ def check_tokens(config: Config, data: Path, new: bool) -> None:
     if not new or begun is None:
         return
     try:
-        found = _file_of_model(config, local_path(begun))
+        found = _file_of_model(config, local_outline(begun))
     except ConfigError as error:
         _warn(f"whether data.path={data} has the tokens of train.init_from={begun} cannot be checked: {error}")
         return
@@ -55,7 +55,7 @@ def tokenizer_of_run(config: Config, run: Path) -> Tokenizer:
 
     Raises DataError.
     """
-    own, path = run / BPE_FILE, local_data(config.data.path)
+    own, path = run / BPE_FILE, local_outline(config.data.path)
     if not own.is_file():
         tokenizer = load_tokenizer(path)
         if isinstance(tokenizer, ByteTokenizer) and is_imported(config, run):
@@ -110,7 +110,7 @@ def _file_of_model(config: Config, begun: Path) -> Path | None:
         return begun / BPE_FILE
     path = load_config(begun).data.path
     try:
-        return _file_of(find_data(path))
+        return _file_of(find_data(local_outline(path)))
     except DataError:
         raise ConfigError(f"the data that it was trained with, {path}, is not here") from None
 

@@ -23,8 +23,11 @@ def served() -> Iterator[Server]:
 def store(served: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """The server without objects, in a process that has no copies yet."""
     monkeypatch.setattr(local_copy, "_copies", {})
+    monkeypatch.setattr(local_copy, "_outlines", {})
     monkeypatch.setattr(paths, "COPIES", copies := {})
     monkeypatch.setattr(local_copy, "COPIES", copies)
     served.objects.clear()
     yield served
     served.faults.clear()
+    served.lost.clear()
+    served.next_faults.clear()

@@ -111,10 +111,18 @@ def test_a_damaged_checkpoint_is_moved_and_a_store_that_is_away_damages_none(
         newest_checkpoint(run)
 
 
+def test_a_save_succeeds_though_answers_of_the_store_are_lost(store: Server) -> None:
+    store.lost += 2 * ["1/state/ocdbt.process_0/manifest.ocdbt"]  # which is made, then changed
+    run = damaged.saved_run(local_path(URL))
+    assert not store.lost
+    assert damaged._restored(run, at_least=2) == damaged.EQUAL
+    assert steps(store) == ["1", "2"]
+
+
 def test_a_lock_is_taken_though_the_answer_of_the_store_is_lost(store: Server) -> None:
-    store.next_faults += ["unavailable", ""]  # the second answer, to the write
+    store.lost += ["lock"]
     with BucketLock(URL):
-        assert not store.next_faults
+        assert not store.lost
         assert Holder.parse(store.objects["runs/a/lock"][1]).pid == os.getpid()
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moe_jax.errors import ConfigError
-from moe_jax.files.local_copy import local_data, local_path, upload, url_of
+from moe_jax.files.local_copy import local_data, local_outline, local_path, upload, url_of
 from moe_jax.files.object_store import StoreError
 from moe_jax.files.places import all_uploaded_or_nothing, check_is_empty, output_folder, place_of
 from moe_jax.files.upload import Uploads, upload_now
@@ -42,6 +42,14 @@ def test_a_name_that_leads_out_of_the_copy_is_refused(store: Server) -> None:
     put(store, **{"../../etc/x": "mine"})
     with pytest.raises(StoreError, match="a file on this machine cannot have its name"):
         local_path(URL)
+
+
+def test_an_outline_of_a_model_has_no_weights(store: Server) -> None:
+    put(store, **{"config.json": "{}", "merges.txt": "m", "model.safetensors": "weights"})
+    assert below(local_outline(URL)) == {"config.json": "{}", "merges.txt": "m", "model.safetensors": ""}
+    assert below(local_path(URL)) == {"config.json": "{}", "merges.txt": "m", "model.safetensors": "weights"}
+    assert local_outline(URL) == local_path(URL), "which is there"
+    assert local_outline(f"{URL}/merges.txt").read_text() == "", "a text"
 
 
 def test_what_has_changed_is_uploaded_and_nothing_else(store: Server) -> None:
@@ -106,7 +114,6 @@ def test_data_is_kept_and_only_what_changed_is_downloaded_again(
     put(store, **{"meta.json": "{}", "train.bin": "12345"})
     first = local_data(URL)
     assert below(first) == {"meta.json": "{}", "train.bin": "12345"}
-    facts = os.stat(first / "train.bin")
     put(store, **{"meta.json": "{1}"})
     del store.objects["runs/a/train.bin"]
     put(store, **{"other.bin": "678"})
@@ -117,4 +124,3 @@ def test_data_is_kept_and_only_what_changed_is_downloaded_again(
     monkeypatch.setattr("moe_jax.files.local_copy._copies", {})
     assert (local_data(URL) / "meta.json").read_text() == "{2}"
     assert os.path.samestat(os.stat(first / "other.bin"), other), "not downloaded again"
-    assert not os.path.samestat(facts, other)
