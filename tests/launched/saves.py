@@ -20,6 +20,7 @@ from moe_jax.checkpoint import files as checkpoint_files
 from moe_jax.checkpoint.checksums import digest_program
 from moe_jax.checkpoint.latest import agreed_newest
 from moe_jax.checkpoint.save import Checkpoints
+from moe_jax.checkpoint.storage import Storage
 from moe_jax.distributed.processes import add_arguments, initialize, options_from
 from moe_jax.telemetry.run_log import RunLog
 
@@ -65,10 +66,10 @@ assert time.monotonic() - began < 60, "processes waited for each other"
 whole = checkpoint_files._check_arrays
 
 
-def check_arrays(checkpoint: Path) -> None:
-    if rank == 1 and checkpoint.name == "4":
+def check_arrays(storage: Storage, step: int) -> None:
+    if rank == 1 and step == 4:
         raise ValueError("a file is cut")
-    whole(checkpoint)
+    whole(storage, step)
 
 
 checkpoint_files._check_arrays = check_arrays
