@@ -26,6 +26,8 @@ _tensor = {ranks: result("tensor_box")["forms"][f"{ranks} tensor ranks"]["o1"] f
 _search = result("tuned_box")["replay"]["search"]["within_2_percent"]
 _faults, _kills = result("chaos"), result("chaos_kill_stop")
 _refused = result("refusals")["summary"]
+_in_buckets = result("object_stores")
+_buckets = _in_buckets["gs"]
 _poked = result("chaos_poked")
 _lost, _moved, _moved_box, _copies = (result(name) for name in ("node_loss", "migration", "migration_box", "replicas"))
 _product = result("grouped_product")["S=2048 L=32 D=256 F=512"]
@@ -70,6 +72,7 @@ ON_CPUS = {
         f"{len(_faults['faults'])} {_faults['processes']} {_faults['steps']:,} "
         f"{_faults['by_kind']['kill']['first_new_step_s']['median']:.1f}"
     ),
+    "a tiny run in a bucket": f"{_buckets['kills']} {sum(_buckets['faults'].values())} {_in_buckets['steps']:,}",
     "100 kills and stops": (
         f"{len(_kills['faults'])} {_kills['steps']:,} "
         f"{max(kind['steps_lost']['largest'] for kind in _kills['by_kind'].values())} {_kills['checkpoint_every']}"
