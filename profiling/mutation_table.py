@@ -877,10 +877,18 @@ MUTATIONS = (
     Mutation(
         "all_processes_read_the_same",
         "data/loader.py",
-        "samples = [order[batch * batch_size + row] for row in local]",
-        "samples = [order[batch * batch_size + row] for row in range(len(local))]",
+        "return _read_places(sources, orders, Places(source_B[local], number_B[local]))",
+        "return _read_places(sources, orders, Places(source_B[: len(local)], number_B[: len(local)]))",
         "all processes train on the first one's rows",
         ["tests/data/test_loader.py"],
+    ),
+    Mutation(
+        "weights_one_step_late",
+        "data/mixture.py",
+        "changes = ((step - 1, tuple(",
+        "changes = ((step - (step == 1), tuple(",
+        "the weights of sources change one step late",
+        ["tests/data/test_mixture.py"],
     ),
     Mutation(
         "batch_skipped",
@@ -1246,9 +1254,9 @@ MUTATIONS = (
     ),
     Mutation(
         "capacities_in_any_order",
-        "config/validate/gate.py",
-        "            or pair[0] <= last\n",
-        "",
+        "config/validate/ranges.py",
+        "last < pair[0] <= ANY",
+        "0 < pair[0] <= ANY",
         "a schedule of capacities whose steps go back is accepted",
         ["tests/test_config.py"],
     ),

@@ -437,10 +437,32 @@ class ExchangeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataSource:
+    """One source of a mixture of tokens, see docs/data.md."""
+
+    path: str  # a .txt file (read as bytes), or a folder of token files
+    weight: float  # of its sequences: their share is weight / sum of all weights; 0: it is only validated on
+    # changes of the weight, as pairs of a step (counted from 1) and the weight from then on: [[1000, 0.5], [5000, 2]]
+    weight_schedule: tuple[tuple[float, ...], ...] = ()
+    name: str | None = None  # in metrics; null: the last part of the path
+
+    @property
+    def label(self) -> str:
+        """The name in metrics and messages."""
+        return self.name or self.path.rstrip("/").rpartition("/")[2].removesuffix(".txt")
+
+    def weight_at(self, step: int) -> float:
+        """Return the weight in a step, counted from 1."""
+        return next((weight for first, weight in reversed(self.weight_schedule) if first <= step), self.weight)
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The source of tokens."""
 
-    path: str = "configs/text/shakespeare.txt"  # a .txt file (read as bytes), or a folder of token files
+    # a .txt file (read as bytes), or a folder of token files; null, or its default, with `sources`
+    path: str | None = "configs/text/shakespeare.txt"
+    sources: tuple[DataSource, ...] = ()  # a weighted mixture of several, instead of `path`
     seq_len: int = number(256, Range(2, SEQUENCE))  # tokens per sequence
     # share of a .txt file, at its end, for validation; a folder has its own validation file
     validation_fraction: float = number(0.1, Range(0, 1, above=True, below=True))
@@ -455,6 +477,22 @@ class DataConfig:
     def has_marks(self) -> bool:
         """Whether the tokens of batches have marks (data/token_marks.py)."""
         return self.mask_documents
+
+    @property
+    def mixture(self) -> tuple[DataSource, ...]:
+        """The sources; one if there is no mixture."""
+        return self.sources or (DataSource(path=self.path or "", weight=1.0),)
+
+    @property
+    def weight_steps(self) -> tuple[int, ...]:
+        """The first step, and each one from which a source has another weight, in order."""
+        changes = (int(step) for source in self.mixture for step, _ in source.weight_schedule)
+        return tuple(sorted({1, *changes}))
+
+    @property
+    def path_names(self) -> tuple[str, ...]:
+        """The names of the settings with the paths of the sources, for messages."""
+        return tuple(f"data.sources[{number}].path" for number in range(len(self.sources))) or ("data.path",)
 
 
 @dataclass(frozen=True, kw_only=True)

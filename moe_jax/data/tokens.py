@@ -72,6 +72,7 @@ class Tokens:
     validation: TokenArray
     vocab_size: int
     path: Path
+    setting: str  # the name of the setting with the path, for messages
     train_chunks: ChunkChecksums | None = None  # verifies tokens when read; None: a .txt file, or verified before
     validation_chunks: ChunkChecksums | None = None
     meta: Meta | None = None  # None for a .txt file
@@ -82,17 +83,23 @@ class Tokens:
         return self.meta is not None and self.meta.seq_len is not None
 
 
-def open_tokens(data: DataConfig, vocab_size: int) -> Tokens:
-    """Map the tokens of `data.path` into memory, for a model of `vocab_size` tokens.
+def open_tokens(data: DataConfig, vocab_size: int) -> tuple[Tokens, ...]:
+    """Map the tokens of each source into memory, for a model of `vocab_size` tokens.
 
     Only folders without checksums of chunks, which older versions made, are read and verified here. Raises DataError if
     tokens are missing, damaged, of a larger vocabulary, or too few for one sequence, or if `data.mask_documents` is set
     for a .txt file.
     """
-    path = find_data(data.path)
+    paths = zip(data.mixture, data.path_names, strict=True)
+    return tuple(_open_source(source.path, setting, data, vocab_size) for source, setting in paths)
+
+
+def _open_source(path: str | Path, setting: str, data: DataConfig, vocab_size: int) -> Tokens:
+    """Map the tokens of one source into memory. Raises DataError."""
+    path = find_data(path, setting)
     if data.mask_documents and not path.is_dir():
         raise DataError(
-            f"data.mask_documents=true, and data.path={path} is one document: prepare a folder of documents with "
+            f"data.mask_documents=true, and {setting}={path} is one document: prepare a folder of documents with "
             "scripts/prepare_text.py, or use data.mask_documents=false"
         )
     chunks: list[ChunkChecksums | None] = [None, None]
@@ -100,7 +107,7 @@ def open_tokens(data: DataConfig, vocab_size: int) -> Tokens:
     if path.is_dir():
         meta = read_meta(path)
         needed = meta.vocab_size
-        _check_packed(data, meta)
+        _check_packed(data, meta, f"{setting}={path}")
         train, validation = (_open_split(path, meta, split) for split in SPLITS)
         chunks[0] = _chunks(path, meta, "train", train, data.damaged_chunks)
         chunks[1] = _chunks(path, meta, "validation", validation, data.damaged_chunks)
@@ -112,7 +119,7 @@ def open_tokens(data: DataConfig, vocab_size: int) -> Tokens:
         train, validation = text[:num_train], text[num_train:]
     if needed > vocab_size:
         raise DataError(
-            f"data.path={path} has a vocabulary of {needed} tokens, more than model.vocab_size={vocab_size}: "
+            f"{setting}={path} has a vocabulary of {needed} tokens, more than model.vocab_size={vocab_size}: "
             f"set model.vocab_size={needed}"
         )
     for split, part in zip(SPLITS, (train, validation), strict=True):
@@ -120,24 +127,24 @@ def open_tokens(data: DataConfig, vocab_size: int) -> Tokens:
             shorter = f"set data.seq_len={len(part) - 1} or less, or " if len(part) > 1 else ""
             larger = " or a larger validation fraction" if split == "validation" else ""
             raise DataError(
-                f"data.path={path}: its {split} part has {len(part)} tokens, fewer than the {data.seq_len + 1} of one "
+                f"{setting}={path}: its {split} part has {len(part)} tokens, fewer than the {data.seq_len + 1} of one "
                 f"sequence of data.seq_len={data.seq_len}: {shorter}give more text{larger}"
             )
-    return Tokens(train, validation, needed, path, chunks[0], chunks[1], meta)
+    return Tokens(train, validation, needed, path, setting, chunks[0], chunks[1], meta)
 
 
-def _check_packed(data: DataConfig, meta: Meta) -> None:
-    """Raise DataError if a packed folder is to be read as something else."""
+def _check_packed(data: DataConfig, meta: Meta, folder: str) -> None:
+    """Raise DataError if a packed folder is to be read as something else. `folder` is its setting and path."""
     if meta.seq_len is None:
         return
     if not data.mask_documents:
         raise DataError(
-            f"data.path={data.path} has sequences packed with conversations: set data.mask_documents=true, or make a "
+            f"{folder} has sequences packed with conversations: set data.mask_documents=true, or make a "
             "folder with scripts/prepare_text.py"
         )
     if data.seq_len != meta.seq_len:
         raise DataError(
-            f"data.path={data.path} has packed sequences of {meta.seq_len} tokens, and data.seq_len={data.seq_len}: "
+            f"{folder} has packed sequences of {meta.seq_len} tokens, and data.seq_len={data.seq_len}: "
             f"set data.seq_len={meta.seq_len}, or make the folder again with --seq-len {data.seq_len}"
         )
 
@@ -156,17 +163,17 @@ def check_utf8(file: Path, head: bytes) -> None:
         raise DataError(f"{file} is {encoding.upper()}, not UTF-8: convert it with iconv -f {encoding} -t utf-8")
 
 
-def find_data(path: str | Path) -> Path:
-    """`path` as a Path. Raises DataError if it is not an existing .txt file or folder."""
+def find_data(path: str | Path, setting: str = "data.path") -> Path:
+    """`path`, the value of `setting`, as a Path. Raises DataError if it is not an existing .txt file or folder."""
     path = Path(path)
     if not path.exists():
         siblings = [p.name for p in path.parent.glob("*") if p.is_dir() or p.suffix == ".txt"]
         near = difflib.get_close_matches(path.name, siblings, n=1)
         cure = f"did you mean {path.parent / near[0]}?" if near else "name a .txt file or a prepared folder"
-        raise DataError(f"data.path={path} does not exist: {cure}")
+        raise DataError(f"{setting}={path} does not exist: {cure}")
     if not path.is_dir() and path.suffix != ".txt":
         raise DataError(
-            f"data.path={path} is neither a .txt file nor a folder: prepare it with scripts/prepare_text.py"
+            f"{setting}={path} is neither a .txt file nor a folder: prepare it with scripts/prepare_text.py"
         )
     return path
 

@@ -33,7 +33,7 @@ def save_tokenizer(config: Config, run: Path) -> None:
         present = {name for name in (TOKENIZER, TOKENIZER_CONFIG) if origin.with_name(name).is_file()}
     elif config.train.init_from is not None and (run / ORIGIN).exists():  # saved before; its origin is gone
         present = {name for name in (TOKENIZER, TOKENIZER_CONFIG) if (run / name).is_file()}
-    meta, file = _meta(config), Path(config.data.path) / TOKENIZER
+    meta, file = _meta(config), Path(config.data.mixture[0].path) / TOKENIZER
     if TOKENIZER in present or meta is None or not file.is_file():
         return
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": _name_of(file, meta.end_of_text)}
@@ -62,9 +62,10 @@ def special_tokens_of(config: Config, run: Path) -> dict[str, Any]:
 
 
 def _meta(config: Config) -> Meta | None:
-    """The Meta of the run's prepared data; None if the data is a .txt file or no longer exists."""
+    """The Meta of the run's prepared data, of its first source; None if that is a .txt file or no longer exists."""
+    path = Path(config.data.mixture[0].path)
     try:
-        return read_meta(Path(config.data.path)) if Path(config.data.path).is_dir() else None
+        return read_meta(path) if path.is_dir() else None
     except DataError:
         return None
 

@@ -15,25 +15,35 @@ from moe_jax.files.untrusted import read_json
 _BYTES = None  # stands for the byte tokenizer, which has no file
 
 
-def check_tokens(config: Config, data: Path, new: bool) -> None:
-    """Raise UserError if a new run would read tokens of another tokenizer than that of `train.init_from`.
+def check_tokens(config: Config, new: bool) -> None:
+    """Raise UserError if a run would read tokens of several tokenizers, or a new one of another tokenizer than that of
+    `train.init_from`.
 
     Prints a warning if the two cannot be compared, or if the tokens were made by an older version.
     """
-    file = _file_of(data)
-    if file and read_meta(data).begin_of_text is None:
-        _check_older(data, file, new)
+    paths = [Path(source.path) for source in config.data.mixture]
+    names = [f"{setting}={path}" for setting, path in zip(config.data.path_names, paths, strict=True)]
+    data, file, name = paths[0], _file_of(paths[0]), names[0]
+    for path, own_name in zip(paths, names, strict=True):
+        own = _file_of(path)
+        if own and read_meta(path).begin_of_text is None:
+            _check_older(path, own_name, own, new)
+        if own != file and not (own and file and same_tokens(own, file)):
+            raise ConfigError(
+                f"{own_name} has {_kind_of(own)}, and {name} has {_kind_of(file)}: prepare all sources with one "
+                f"tokenizer, e.g. by scripts/prepare_text.py TEXT FOLDER --tokenizer {data if file else 'bytes'}"
+            )
     begun = config.train.init_from
     if not new or begun is None:
         return
     try:
         found = _file_of_model(config, Path(begun))
     except ConfigError as error:
-        _warn(f"whether data.path={data} has the tokens of train.init_from={begun} cannot be checked: {error}")
+        _warn(f"whether {name} has the tokens of train.init_from={begun} cannot be checked: {error}")
         return
     if found is _BYTES and file is not _BYTES:
         raise ConfigError(
-            f"data.path={data} has the tokens of its {BPE_FILE}, and train.init_from={begun} was trained with bytes: "
+            f"{name} has the tokens of its {BPE_FILE}, and train.init_from={begun} was trained with bytes: "
             "prepare the text by scripts/prepare_text.py TEXT FOLDER --tokenizer bytes"
         )
     if found is _BYTES:
@@ -42,19 +52,19 @@ def check_tokens(config: Config, data: Path, new: bool) -> None:
     cure = f"prepare a folder by scripts/prepare_text.py {text} FOLDER --tokenizer {found.parent}"
     if file is _BYTES:
         read = "holds bytes" if data.is_dir() else "is read as bytes"
-        raise ConfigError(f"data.path={data} {read}, and train.init_from={begun} has a {BPE_FILE}: {cure}")
+        raise ConfigError(f"{name} {read}, and train.init_from={begun} has a {BPE_FILE}: {cure}")
     if not same_tokens(file, found):
         raise ConfigError(
-            f"data.path={data} has tokens of another tokenizer than {found}, that of train.init_from={begun}: {cure}"
+            f"{name} has tokens of another tokenizer than {found}, that of train.init_from={begun}: {cure}"
         )
 
 
 def tokenizer_of_run(config: Config, run: Path) -> Tokenizer:
-    """The tokenizer for a run's prompts: that of its own tokenizer.json, or else that of `data.path`.
+    """The tokenizer for a run's prompts: that of its own tokenizer.json, or else that of its first source.
 
     Raises DataError.
     """
-    own, path = run / BPE_FILE, Path(config.data.path)
+    own, path = run / BPE_FILE, Path(config.data.mixture[0].path)
     if not own.is_file():
         tokenizer = load_tokenizer(path)
         if isinstance(tokenizer, ByteTokenizer) and is_imported(config, run):
@@ -107,14 +117,19 @@ def _file_of_model(config: Config, begun: Path) -> Path | None:
         return origin.parent / BPE_FILE
     if (begun / BPE_FILE).is_file():
         return begun / BPE_FILE
-    path = load_config(begun).data.path
+    path = load_config(begun).data.mixture[0].path
     try:
         return _file_of(find_data(path))
     except DataError:
         raise ConfigError(f"the data that it was trained with, {path}, is not here") from None
 
 
-def _check_older(data: Path, file: Path, new: bool) -> None:
+def _kind_of(file: Path | None) -> str:
+    """The kind of tokens that a tokenizer.json makes, for messages; None stands for bytes."""
+    return "bytes" if file is _BYTES else f"tokens of its own {BPE_FILE}"
+
+
+def _check_older(data: Path, name: str, file: Path, new: bool) -> None:
     """Warn about data of an older version, or raise DataError if a new run would use it with truncation or padding.
 
     Older versions obeyed these settings of tokenizer.json, and encoded long texts in pieces.
@@ -126,13 +141,13 @@ def _check_older(data: Path, file: Path, new: bool) -> None:
     except (OSError, ValueError, AttributeError) as error:
         raise DataError(f"{file} cannot be read ({error}): {again}") from None
     if obeyed:
-        problem = f"data.path={data} was made by an older version, which obeyed the {' and '.join(obeyed)} in {file}"
+        problem = f"{name} was made by an older version, which obeyed the {' and '.join(obeyed)} in {file}"
         if new:
             raise DataError(f"{problem}: {again}")
         _warn(f"{problem}: text is missing, or padding is in between")
     else:
         _warn(
-            f"data.path={data} was made by an older version, which encoded long .txt files in pieces: tokens where two "
+            f"{name} was made by an older version, which encoded long .txt files in pieces: tokens where two "
             f"pieces meet may be other ones ({META_FILE} has no begin_of_text); {again}"
         )
 

@@ -65,7 +65,7 @@ def write_sample(config: Config, params: Any, run: Path) -> str:
 
     The prompt and the number of tokens are `log.sample_prompt` and `log.sample_tokens`.
     """
-    log, tokenizer, seed = config.log, load_tokenizer(Path(config.data.path)), config.train.seed
+    log, tokenizer, seed = config.log, load_tokenizer(Path(config.data.mixture[0].path)), config.train.seed
     text = sample_text(config, params, tokenizer, log.sample_prompt, log.sample_tokens, temperature=0.8, seed=seed)
     write_atomically(run / "sample.txt", text)
     return text

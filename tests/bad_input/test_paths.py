@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from moe_jax.config import Config, DataConfig, LogConfig, Sections
+from moe_jax.config.sections import DataSource
 from moe_jax.config.yaml_io import load_config, setting_names
 from moe_jax.errors import ConfigError
 from moe_jax.paths import SETTINGS, plain_path
@@ -77,6 +78,15 @@ def test_a_log_dir_that_libraries_take_for_a_pattern_is_refused(
         f"log.dir={name} can have no checkpoints ({folder / name} has {found} in its name, which their libraries take "
         "for patterns): use another name",
     )
+
+
+def test_paths_of_sources_are_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = load_config(overrides=["data.sources=[{path: ~/a, weight: 1}, {path: b, weight: 1, name: ~c}]"])
+    assert [source.path for source in config.data.sources] == ["/home/me/a", "b"]
+    assert [source.label for source in config.data.sources] == ["a", "~c"]
+    with pytest.raises(ConfigError, match=r"^data.sources\[0\].path=~/a is not replaced here: write /home/me/a$"):
+        Config(data=DataConfig(sources=(DataSource(path="~/a", weight=1),)))
 
 
 @pytest.mark.parametrize("name", sorted(SETTINGS))

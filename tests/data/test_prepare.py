@@ -77,7 +77,7 @@ def test_the_tokens_are_the_text_whatever_its_form(
     characters = sum(map(len, DOCUMENTS))
     assert len(validation.replace("␄", "")) == characters // 4  # a document may be divided
     assert meta.dtype == ("uint16" if tokenizer == "bpe" else "uint8")
-    assert open_tokens(DataConfig(path=str(tmp_path / "out"), seq_len=8), 400).vocab_size == meta.vocab_size
+    assert open_tokens(DataConfig(path=str(tmp_path / "out"), seq_len=8), 400)[0].vocab_size == meta.vocab_size
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 

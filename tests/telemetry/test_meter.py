@@ -241,10 +241,10 @@ def test_a_bad_step_is_no_time_for_a_checkpoint_but_at_the_end(clock):
 def test_a_validation_that_is_not_finite_ends_the_run(clock):
     reader, records = metered(every=5)
     with pytest.raises(DivergedError, match=r"^step 8 has validation_loss=nan: .*learning_rate below 0.001"):
-        reader.record_validation(8, float("nan"))
+        reader.record_validation(8, {"validation_loss": float("nan")})
     reader.add(9, {"loss": jnp.float32("nan"), "grad_norm": jnp.float32(1), "bad_step": jnp.int32(1)})
     reader.finish()
-    reader.record_validation(9, float("nan"))  # bad steps have a way out of their own
+    reader.record_validation(9, {"validation_loss": float("nan")})  # bad steps have a way out of their own
     assert [record["step"] for record in records] == [8, 9]
 
 
