@@ -6,7 +6,7 @@ import re
 # settings that name a file or a folder
 SETTINGS = frozenset(
     {
-        *("data.path", "train.init_from", "log.dir", "checkpoint.safety_copies_dir"),
+        *("data.path", "data.tokenizer", "train.init_from", "log.dir", "checkpoint.safety_copies_dir"),
         *("schedule.task_times", "tune.cache", "plan.cluster"),
     }
 )

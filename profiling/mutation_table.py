@@ -860,7 +860,7 @@ MUTATIONS = (
     ),
     Mutation(
         "validation_on_training_text",
-        "data/tokens.py",
+        "data/sources.py",
         "train, validation = text[:num_train], text[num_train:]",
         "train, validation = text[:num_train], text[:num_train]",
         "the validation loss is that of the training text",

@@ -63,6 +63,8 @@ REFUSED = {
     "optimizer.final_fraction=1.5": "optimizer.final_fraction=1.5 must be at most 1",
     "data.validation_fraction=1": "data.validation_fraction=1.0 must lie between 0 and 1",
     "data.path=": "data.path is empty: name a .txt file or a prepared folder",
+    "data.tokenizer=": "data.tokenizer is empty: use bytes, or name a folder with a tokenizer.json",
+    "data.text_key=": "data.text_key is empty: name the field or column with the text",
     "data.path=null": (
         "data.path=null and data.sources=[] name no text: name a .txt file or a prepared folder by data.path"
     ),

@@ -19,7 +19,7 @@ from moe_jax.cli import train as training
 from moe_jax.config.yaml_io import load_config
 from moe_jax.data.loader import validation_batches
 from moe_jax.data.samples import Samples
-from moe_jax.data.tokens import open_tokens
+from moe_jax.data.sources import open_tokens
 from moe_jax.models.parameters import param_shapes
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.run.generation import one_device_mesh

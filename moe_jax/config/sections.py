@@ -436,20 +436,31 @@ class ExchangeConfig:
         return ":" in self.algorithm
 
 
+TEXT_SUFFIXES = (".jsonl", ".parquet")  # of files whose text is encoded while a run trains
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataSource:
     """One source of a mixture of tokens, see docs/data.md."""
 
-    path: str  # a .txt file (read as bytes), or a folder of token files
+    path: str  # a folder of token files, or a .txt (read as bytes), .jsonl or .parquet file
     weight: float  # of its sequences: their share is weight / sum of all weights; 0: it is only validated on
     # changes of the weight, as pairs of a step (counted from 1) and the weight from then on: [[1000, 0.5], [5000, 2]]
     weight_schedule: tuple[tuple[float, ...], ...] = ()
-    name: str | None = None  # in metrics; null: the last part of the path
+    name: str | None = None  # in metrics; null: the last part of the path, without the suffix of a file
 
     @property
     def label(self) -> str:
         """The name in metrics and messages."""
-        return self.name or self.path.rstrip("/").rpartition("/")[2].removesuffix(".txt")
+        if self.name:
+            return self.name
+        last = self.path.rstrip("/").rpartition("/")[2]
+        return next((last.removesuffix(kind) for kind in (".txt", *TEXT_SUFFIXES) if last.endswith(kind)), last)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the source is a text file that is encoded while the run trains."""
+        return self.path.endswith(TEXT_SUFFIXES)
 
     def weight_at(self, step: int) -> float:
         """Return the weight in a step, counted from 1."""
@@ -460,11 +471,14 @@ class DataSource:
 class DataConfig:
     """The source of tokens."""
 
-    # a .txt file (read as bytes), or a folder of token files; null, or its default, with `sources`
+    # a folder of token files, or a .txt (read as bytes), .jsonl or .parquet file; null, or its default, with `sources`
     path: str | None = "configs/text/shakespeare.txt"
     sources: tuple[DataSource, ...] = ()  # a weighted mixture of several, instead of `path`
+    # bytes, or a folder with a tokenizer.json: with it .jsonl and .parquet files are encoded while the run trains
+    tokenizer: str = "bytes"
+    text_key: str = "text"  # the field of a .jsonl object, or the column of a .parquet file, with the text
     seq_len: int = number(256, Range(2, SEQUENCE))  # tokens per sequence
-    # share of a .txt file, at its end, for validation; a folder has its own validation file
+    # share of a file's text, at its end, for validation; a folder has its own validation file
     validation_fraction: float = number(0.1, Range(0, 1, above=True, below=True))
     prefetch: int = number(8, Range(0, PARTS))  # batches read ahead
     # pieces of a prepared file that may be damaged and are skipped, see docs/data.md

@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 
 from moe_jax.config import DataConfig
 from moe_jax.data.chunk_checksums import ChunkChecksums
+from moe_jax.data.sources import Tokens
+from moe_jax.data.text_tokens import TextTokens
 from moe_jax.data.token_marks import mark_documents
-from moe_jax.data.tokens import Split, Tokens
+from moe_jax.data.tokens import Split
 from moe_jax.errors import DataError
 
 
@@ -20,7 +22,7 @@ from moe_jax.errors import DataError
 class Samples:
     """The samples of one split of a source."""
 
-    tokens: NDArray[np.integer]  # 1-D
+    tokens: NDArray[np.integer] | TextTokens  # 1-D
     seq_len: int  # N
     chunks: ChunkChecksums | None = None  # verifies tokens when read
     end_of_text: int | None = None  # the token after which a document begins, if documents are to be marked
@@ -32,9 +34,10 @@ class Samples:
         """Return the samples of a split. Documents are marked if the config masks them and they have no marks."""
         is_train = split == "train"
         finds_documents = data.mask_documents and not tokens.is_packed
+        own = tokens.train if is_train else tokens.validation
         return cls(
             # slicing a memmap costs ten times as much as slicing an array
-            np.asarray(tokens.train if is_train else tokens.validation),
+            own if isinstance(own, TextTokens) else np.asarray(own),
             data.seq_len,
             tokens.train_chunks if is_train else tokens.validation_chunks,
             tokens.meta.end_of_text if finds_documents and tokens.meta else None,
@@ -56,10 +59,16 @@ class Samples:
         With `chunks`, a damaged sample is replaced by the next intact one. Raises DataError if too many chunks are
         damaged.
         """
-        out = np.empty((len(numbers), self.seq_len + 1), np.int32)
-        for row, number in zip(out, numbers, strict=True):
-            start = number * self.stride if self.chunks is None else self._first_intact(self.chunks, number)
-            row[:] = self.tokens[start : start + self.seq_len + 1]
+        starts = [
+            number * self.stride if self.chunks is None else self._first_intact(self.chunks, number)
+            for number in numbers
+        ]
+        if isinstance(self.tokens, TextTokens):
+            out = self.tokens.gather(starts, self.seq_len + 1)
+        else:
+            out = np.empty((len(numbers), self.seq_len + 1), np.int32)
+            for row, start in zip(out, starts, strict=True):
+                row[:] = self.tokens[start : start + self.seq_len + 1]
         if self.end_of_text is not None:
             mark_documents(out, self.end_of_text)
         return out

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from moe_jax.checkpoint.files import checkpoints_dir, saved_run_id
 from moe_jax.checkpoint.record import Record, read_record
 from moe_jax.config import DataConfig
-from moe_jax.data.tokens import SPLITS, Tokens
+from moe_jax.data.sources import Tokens
+from moe_jax.data.tokens import SPLITS
 from moe_jax.distributed.processes import from_process, is_main_process
 from moe_jax.errors import CheckpointError
 
@@ -82,4 +83,4 @@ def _text_of(tokens: Tokens, known: Mapping[str, Any] | None) -> dict[str, Any]:
     file = [len(tokens.train), facts.st_size, facts.st_ino, facts.st_mtime_ns, facts.st_ctime_ns]
     if known and facts.st_size >= _LARGE and known.get("file") == file:
         return dict(known)
-    return {"train": zlib.crc32(tokens.train.data), "validation": zlib.crc32(tokens.validation.data), "file": file}
+    return {split: zlib.crc32(getattr(tokens, split).data) for split in SPLITS} | {"file": file}

@@ -6,8 +6,9 @@ from pathlib import Path
 from moe_jax.config import Config
 from moe_jax.config.yaml_io import load_config
 from moe_jax.convert.source import is_imported, origin_of
-from moe_jax.data.tokenizer import ByteTokenizer, Tokenizer, load_model_tokenizer, load_tokenizer, same_tokens
-from moe_jax.data.tokens import BPE_FILE, META_FILE, check_tokenizer_file, find_data, read_meta
+from moe_jax.data.sources import source_tokenizer, tokenizer_file
+from moe_jax.data.tokenizer import ByteTokenizer, Tokenizer, load_model_tokenizer, same_tokens
+from moe_jax.data.tokens import BPE_FILE, META_FILE, read_meta
 from moe_jax.distributed.processes import is_main_process
 from moe_jax.errors import ConfigError, DataError
 from moe_jax.files.untrusted import read_json
@@ -23,15 +24,15 @@ def check_tokens(config: Config, new: bool) -> None:
     """
     paths = [Path(source.path) for source in config.data.mixture]
     names = [f"{setting}={path}" for setting, path in zip(config.data.path_names, paths, strict=True)]
-    data, file, name = paths[0], _file_of(paths[0]), names[0]
-    for path, own_name in zip(paths, names, strict=True):
-        own = _file_of(path)
-        if own and read_meta(path).begin_of_text is None:
+    files = [tokenizer_file(config.data, number) for number in range(len(paths))]
+    data, file, name = paths[0], files[0], names[0]
+    for path, own_name, own in zip(paths, names, files, strict=True):
+        if own and path.is_dir() and read_meta(path).begin_of_text is None:
             _check_older(path, own_name, own, new)
         if own != file and not (own and file and same_tokens(own, file)):
             raise ConfigError(
                 f"{own_name} has {_kind_of(own)}, and {name} has {_kind_of(file)}: prepare all sources with one "
-                f"tokenizer, e.g. by scripts/prepare_text.py TEXT FOLDER --tokenizer {data if file else 'bytes'}"
+                f"tokenizer, e.g. by scripts/prepare_text.py TEXT FOLDER --tokenizer {file.parent if file else 'bytes'}"
             )
     begun = config.train.init_from
     if not new or begun is None:
@@ -50,6 +51,8 @@ def check_tokens(config: Config, new: bool) -> None:
         return
     text = "TEXT" if data.is_dir() else data
     cure = f"prepare a folder by scripts/prepare_text.py {text} FOLDER --tokenizer {found.parent}"
+    if config.data.mixture[0].is_text:
+        cure = f"set data.tokenizer={found.parent}"
     if file is _BYTES:
         read = "holds bytes" if data.is_dir() else "is read as bytes"
         raise ConfigError(f"{name} {read}, and train.init_from={begun} has a {BPE_FILE}: {cure}")
@@ -64,23 +67,25 @@ def tokenizer_of_run(config: Config, run: Path) -> Tokenizer:
 
     Raises DataError.
     """
-    own, path = run / BPE_FILE, Path(config.data.mixture[0].path)
+    own = run / BPE_FILE
     if not own.is_file():
-        tokenizer = load_tokenizer(path)
+        tokenizer = source_tokenizer(config.data)
         if isinstance(tokenizer, ByteTokenizer) and is_imported(config, run):
             raise DataError(
                 f"{run} has no {BPE_FILE}, and its model was not trained here: put the model's there, or name a "
                 "folder that was prepared with it by data.path"
             )
         return tokenizer
-    if not path.is_dir() or not (file := _file_of(path)):
+    first = config.data.mixture[0]
+    origin = Path(config.data.tokenizer if first.is_text else first.path)
+    if not origin.exists() or not (file := tokenizer_file(config.data)):
         return load_model_tokenizer(run)[1]
     if not same_tokens(file, own):
         raise DataError(
             f"{own} and {file} are different tokenizers: name by data.path the folder that was prepared with the first "
             "one, or remove the first one, if the run was trained with the second"
         )
-    return load_tokenizer(path)
+    return source_tokenizer(config.data)
 
 
 def end_tokens(run: Path, tokenizer: Tokenizer) -> frozenset[int]:
@@ -100,15 +105,6 @@ def end_tokens(run: Path, tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(found)
 
 
-def _file_of(data: Path) -> Path | None:
-    """The tokenizer.json of a data path; None for bytes. Raises DataError if the file has been replaced."""
-    if not data.is_dir():
-        return _BYTES
-    meta = read_meta(data)
-    check_tokenizer_file(data, meta)
-    return _BYTES if meta.tokenizer == "bytes" else data / BPE_FILE
-
-
 def _file_of_model(config: Config, begun: Path) -> Path | None:
     """The tokenizer.json of the model that a run begins with; None for bytes. Raises ConfigError if it is missing."""
     if origin := origin_of(config):
@@ -117,11 +113,11 @@ def _file_of_model(config: Config, begun: Path) -> Path | None:
         return origin.parent / BPE_FILE
     if (begun / BPE_FILE).is_file():
         return begun / BPE_FILE
-    path = load_config(begun).data.mixture[0].path
+    data = load_config(begun).data
     try:
-        return _file_of(find_data(path))
+        return tokenizer_file(data)
     except DataError:
-        raise ConfigError(f"the data that it was trained with, {path}, is not here") from None
+        raise ConfigError(f"the data that it was trained with, {data.mixture[0].path}, is not here") from None
 
 
 def _kind_of(file: Path | None) -> str:

@@ -16,7 +16,8 @@ import jax
 
 from moe_jax.config import Sections
 from moe_jax.config.draft import Draft
-from moe_jax.data.tokens import SPLITS, Tokens, read_meta
+from moe_jax.data.sources import Tokens
+from moe_jax.data.tokens import SPLITS
 from moe_jax.distributed.coordination import coordination
 from moe_jax.errors import ConfigError
 from moe_jax.files.untrusted import read_bytes
@@ -27,6 +28,7 @@ from moe_jax.files.untrusted import read_bytes
 _MAY_DIFFER = {
     "data.path",
     "data.sources.path",
+    "data.tokenizer",
     "data.prefetch",
     "train.init_from",
     "tune.cache",
@@ -69,8 +71,7 @@ def check_same_data(sources: Sequence[Tokens]) -> None:
 
 def _tokens(tokens: Tokens) -> dict[str, str]:
     """The number of tokens, their type and checksum for each split of a source, as text."""
-    if tokens.path.is_dir():
-        meta = read_meta(tokens.path)
+    if (meta := tokens.meta) is not None:
         content = {split: (meta.count(split), meta.dtype, meta.crc32(split)) for split in SPLITS}
     else:
         parts = {split: getattr(tokens, split) for split in SPLITS}

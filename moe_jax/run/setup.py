@@ -22,9 +22,8 @@ from moe_jax.config.yaml_io import to_yaml
 from moe_jax.data.loader import Batches, train_batches
 from moe_jax.data.mixture import Mixture
 from moe_jax.data.samples import Samples
-from moe_jax.data.tokenizer import load_tokenizer
-from moe_jax.data.tokens import open_tokens
-from moe_jax.distributed.processes import is_main_process, read_alike
+from moe_jax.data.sources import Tokens, open_tokens, source_tokenizer
+from moe_jax.distributed.processes import is_main_process, main_first, read_alike
 from moe_jax.errors import ConfigError
 from moe_jax.files.atomic import write_atomically
 from moe_jax.measure.provenance import PROVENANCE, STEP_PROGRAM, provenance, versions
@@ -131,7 +130,7 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
     if choices := choices_of(config, mesh):
         config = choices.config
     data, batch_size = config.data, config.train.batch_size
-    tokens = open_tokens(data, config.model.vocab_size)
+    tokens = _open_tokens(config)
     check_same_data(tokens)
     folder = Path(config.log.dir)
     first_step = safe_step or resume_step(config, folder, damaged)
@@ -139,7 +138,7 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
         check_source(config)
     check_tokens(config, new=first_step == 0)
     if config.log.sample_tokens:
-        encode_prompt(config, load_tokenizer(Path(data.mixture[0].path)), config.log.sample_prompt)
+        encode_prompt(config, source_tokenizer(data), config.log.sample_prompt)
     rows = _local_rows(NamedSharding(mesh, BATCH_SPEC), batch_size)
     trainer = make_trainer(config_at(config, first_step + 1), mesh)
     sources = tuple(Samples.of(of_source, "train", data) for of_source in tokens)
@@ -163,6 +162,16 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
         safety=safety_plan(config, trainer.state_shapes),
         target=target_here(trainer),
     )
+
+
+def _open_tokens(config: Config) -> tuple[Tokens, ...]:
+    """Open the tokens of all sources. Process 0 does so first if it may count those of a text file, which the others
+    then find counted. Raises DataError.
+    """
+    data, vocab_size = config.data, config.model.vocab_size
+    if not any(source.is_text for source in data.mixture):
+        return open_tokens(data, vocab_size)
+    return main_first(lambda: open_tokens(data, vocab_size))
 
 
 def compile_programs(run: Run) -> Programs:

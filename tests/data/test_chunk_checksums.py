@@ -12,7 +12,8 @@ from moe_jax.data.loader import Batches, train_batches, validation_batches
 from moe_jax.data.mixture import Mixture
 from moe_jax.data.prepare import prepare_text
 from moe_jax.data.samples import Samples
-from moe_jax.data.tokens import open_tokens, verify_tokens
+from moe_jax.data.sources import open_tokens
+from moe_jax.data.tokens import verify_tokens
 from moe_jax.errors import DataError
 
 SEQ_LEN, BATCH = 100, 16

@@ -21,8 +21,9 @@ import pytest
 from moe_jax.config import DataConfig
 from moe_jax.data import long_text, prepare, text_files
 from moe_jax.data.prepare import prepare_text
+from moe_jax.data.sources import open_tokens
 from moe_jax.data.tokenizer import load_tokenizer
-from moe_jax.data.tokens import open_tokens, read_meta, verify_tokens
+from moe_jax.data.tokens import read_meta, verify_tokens
 from moe_jax.errors import DataError
 from tests.data.tokenizer_kinds import KINDS, LINES, save
 

@@ -16,9 +16,10 @@ from moe_jax.data.mixture import Mixture
 from moe_jax.data.packing import pack
 from moe_jax.data.prepare_chat import Prepared, prepare_chat
 from moe_jax.data.samples import Samples
+from moe_jax.data.sources import open_tokens
 from moe_jax.data.token_marks import FIRST, UNCOUNTED
 from moe_jax.data.tokenizer import load_tokenizer
-from moe_jax.data.tokens import open_tokens, read_meta, verify_tokens
+from moe_jax.data.tokens import read_meta, verify_tokens
 from moe_jax.errors import DataError
 from tests.bad_input.cases import COMMANDS
 from tests.data.tokenizer_kinds import byte_level

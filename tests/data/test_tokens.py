@@ -9,7 +9,8 @@ import pytest
 
 from moe_jax.config import DataConfig
 from moe_jax.data.prepare import prepare_text
-from moe_jax.data.tokens import open_tokens, verify_tokens
+from moe_jax.data.sources import open_tokens
+from moe_jax.data.tokens import verify_tokens
 from moe_jax.errors import DataError
 
 REMAKE = "make the folder again with scripts/prepare_text.py"
@@ -83,7 +84,7 @@ def test_a_missing_path_is_answered_with_the_nearest_one(text: Path, folder: Pat
 def test_another_kind_of_file_is_refused(text: Path) -> None:
     other = text.rename(text.with_suffix(".md"))
     assert refusal(other) == (
-        f"data.path={other} is neither a .txt file nor a folder: prepare it with scripts/prepare_text.py"
+        f"data.path={other} is no folder, .txt, .jsonl or .parquet file: prepare it with scripts/prepare_text.py"
     )
 
 

@@ -12,8 +12,8 @@ import pytest
 from moe_jax.data.loader import batch_samples
 from moe_jax.data.mixture import Mixture
 from moe_jax.data.samples import Samples
+from moe_jax.data.sources import open_tokens
 from moe_jax.data.token_marks import mark_documents
-from moe_jax.data.tokens import open_tokens
 from moe_jax.errors import EXIT_DIVERGED, DivergedError
 from moe_jax.run import describe, loop
 from moe_jax.run.locate_nonfinite import _outputs

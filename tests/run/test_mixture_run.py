@@ -15,8 +15,8 @@ from moe_jax.checkpoint.compatibility import check_same_model
 from moe_jax.config import Config, DataConfig, LogConfig, OptimizerConfig
 from moe_jax.config.sections import DataSource, ParameterGroup
 from moe_jax.data.prepare import prepare_text
+from moe_jax.data.sources import open_tokens
 from moe_jax.data.token_marks import FIRST, num_targets
-from moe_jax.data.tokens import open_tokens
 from moe_jax.errors import CheckpointError, ConfigError, DataError
 from moe_jax.run.describe import sources_text
 from moe_jax.run.identity import Identity, check_text, identity_of

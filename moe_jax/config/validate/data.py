@@ -13,6 +13,10 @@ def check_data(data: DataConfig) -> None:
     """Raise ConfigError for empty names, both a path and sources, or weights that choose no source."""
     if data.path == "":
         raise ConfigError(f"data.path is empty: {_SOURCE}")
+    if not data.tokenizer:
+        raise ConfigError("data.tokenizer is empty: use bytes, or name a folder with a tokenizer.json")
+    if not data.text_key:
+        raise ConfigError("data.text_key is empty: name the field or column with the text")
     if not data.sources:
         if data.path is None:
             raise ConfigError(f"data.path=null and data.sources=[] name no text: {_SOURCE} by data.path")
