@@ -13,6 +13,7 @@ import numpy as np
 from moe_jax.data.text_files import check_key, checked_text, no_parquet, opened_bytes, parsed, text_of_record
 from moe_jax.data.tokenizer import optional_package
 from moe_jax.errors import DataError
+from moe_jax.files.untrusted import check_regular
 
 _OPTION = "data.text_key"
 _CACHED_GROUPS = 4  # row groups in memory
@@ -41,6 +42,10 @@ class Documents(Protocol):
 
 def open_documents(file: Path, text_key: str) -> Documents:
     """Open a file with one of TEXT_SUFFIXES. `text_key` is the field or the column with the text. Raises DataError."""
+    try:
+        check_regular(file)
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}") from None
     return ParquetDocuments(file, text_key) if file.name.lower().endswith(".parquet") else JsonDocuments(file, text_key)
 
 
@@ -86,9 +91,9 @@ class ParquetDocuments:
         check_key(str(file), text_key, self._table.schema_arrow.names, _OPTION)
         groups = [self._table.metadata.row_group(number) for number in range(self._table.num_row_groups)]
         self._ends = np.cumsum([group.num_rows for group in groups], dtype=np.int64)
-        column = self._table.schema_arrow.names.index(text_key)
         for number, group in enumerate(groups):
-            size = group.column(column).total_uncompressed_size
+            columns = (group.column(index) for index in range(group.num_columns))
+            size = sum(each.total_uncompressed_size for each in columns if each.path_in_schema == text_key)
             if size > _MOST_GROUP_BYTES:
                 raise DataError(
                     f"{file} has {size:,} bytes of text in row group {number}, more than the {_MOST_GROUP_BYTES:,} "

@@ -7,8 +7,8 @@ checksum of everything that the numbers depend on.
 D documents of a split.
 """
 
-import io
 import json
+import secrets
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -26,7 +26,6 @@ from moe_jax.data.text_tokens import TextTokens
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.data.tokens import SPLITS, Meta, Split
 from moe_jax.errors import DataError
-from moe_jax.files.atomic import write_together
 
 _FORMAT = 1
 
@@ -68,7 +67,7 @@ def open_text(file: Path, settings: TextSettings) -> tuple[TextTokens, TextToken
     except FileNotFoundError:
         index = _count(documents, settings)
         _save(path, index, file)
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise DataError(f"{path} is damaged ({error}): remove it, and the tokens are counted again") from None
     (train, validation, cut), tokenizer = index, settings.tokenizer
     meta = Meta(
@@ -102,6 +101,9 @@ def _path_of(file: Path, settings: TextSettings) -> Path:
 def _load(path: Path) -> _Index:
     with path.open("rb") as opened, np.load(opened, allow_pickle=False) as found:
         train, validation = (_Part(*(found[f"{split}_{name}"] for name in _Part._fields)) for split in SPLITS)
+        for place_D2, end_D, _ in (train, validation):
+            if not len(end_D) or place_D2.shape != (len(end_D), 2) or (np.diff(end_D, prepend=0) < 0).any():
+                raise ValueError("its numbers are those of no text")
         return _Index(train, validation, int(found["cut"]))
 
 
@@ -109,11 +111,13 @@ def _save(path: Path, index: _Index, file: Path) -> None:
     """Write an index, which appears only when it is complete. Raises DataError."""
     parts = zip(SPLITS, (index.train, index.validation), strict=True)
     arrays = {f"{split}_{name}": array for split, part in parts for name, array in part._asdict().items()}
-    content = io.BytesIO()
-    np.savez(content, allow_pickle=False, cut=np.array(index.cut), **arrays)
+    scratch = path.with_name(f"{path.name}.{secrets.token_hex(4)}")  # other runs may write the same index
     try:
-        write_together({path: content.getvalue()})
+        with scratch.open("wb") as opened:
+            np.savez(opened, allow_pickle=False, cut=np.array(index.cut), **arrays)
+        scratch.replace(path)
     except OSError as error:
+        scratch.unlink(missing_ok=True)
         raise DataError(
             f"{path} cannot be written ({error.strerror}): copy {file} to a folder that can be written, or prepare it "
             "with scripts/prepare_text.py"

@@ -153,7 +153,7 @@ def test_what_cannot_be_encoded_is_refused(folder: Path, tmp_path: Path, monkeyp
     assert "bytes of text in row group 0, more than the 100 that are decoded for one row: write smaller row" in refusal(
         data_of(table)
     )
-    monkeypatch.setattr(text_index, "write_together", _no_right)
+    monkeypatch.setattr(np, "savez", _no_right)
     os.utime(text, ns=(1, 1))
     assert refusal(data_of(text)).endswith(
         f"cannot be written (no right): copy {text} to a folder that can be written, or prepare it with "
@@ -161,8 +161,35 @@ def test_what_cannot_be_encoded_is_refused(folder: Path, tmp_path: Path, monkeyp
     )
 
 
-def _no_right(contents: object) -> None:
+def _no_right(*_: object, **__: object) -> None:
     raise OSError(13, "no right")
+
+
+def test_a_pipe_and_an_index_of_nothing_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    assert refusal(data_of(tmp_path / "pipe.jsonl")).startswith(f"{tmp_path}/pipe.jsonl cannot be read: ")
+    settings = data_of(write(tmp_path / "text.jsonl", texts()))
+    open_tokens(settings, 256)
+    (index,) = tmp_path.glob(".text*")
+    with np.load(index) as found:
+        arrays = dict(found)
+    for name in ("train_end_D", "validation_place_D2"):
+        np.savez(index, **arrays | {name: arrays[name][:0]})
+        assert refusal(settings) == (
+            f"{index} is damaged (its numbers are those of no text): remove it, and the tokens are counted again"
+        )
+    index.write_bytes(b"")
+    assert "is damaged (" in refusal(settings)
+
+
+def test_a_text_among_nested_columns_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = texts()
+    table = pa.table({"meta": [{"a": 1, "b": f"{n}" * 2000} for n in range(len(made))], "body": made})
+    parquet.write_table(table, tmp_path / "nested.parquet", row_group_size=3)
+    monkeypatch.setattr(documents, "_MOST_GROUP_BYTES", 2500)
+    (tokens,) = open_tokens(data_of(tmp_path / "nested.parquet"), 256)
+    assert tokens.meta
+    assert tokens.meta.train_tokens > 1000
 
 
 def test_a_text_has_the_tokenizer_that_encodes_it(folder: Path) -> None:
