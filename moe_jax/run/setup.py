@@ -118,7 +118,8 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
     """Check config, devices, data and earlier checkpoints against each other, and return the run.
 
     It resumes from safety copies of step `safe_step` if given, else from the newest checkpoint that is not among the
-    `damaged` ones and whose files look intact. Raises UserError; writes nothing.
+    `damaged` ones and whose files look intact. Raises UserError; writes nothing but the index of a text
+    (data/text_index.py).
     """
     damaged = dict(damaged or {})
     switch_off_pgle()
