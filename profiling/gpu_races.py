@@ -8,14 +8,14 @@ from results_file import rounded
 
 from moe_jax.config import Config
 from moe_jax.parallel.mesh import make_mesh
-from moe_jax.run.choose_grouped_matmul import candidates, fastest_of, time_products
+from moe_jax.run.choose_grouped_matmul import candidates, fastest_of, time_products, times_of
 
 
 def measure(put: Put, configs: Mapping[str, Config], rates: Values) -> None:
     """Time each product at the sizes of each model; `share_of_rate` compares it with one large matrix product."""
     for name, config in configs.items():
         shape, products = candidates(config, make_mesh(config.mesh, jax.devices()[:1]))
-        found = time_products(shape, products)
+        found = times_of(shape, products, time_products)
         flops = 2 * 2 * shape.filled * shape.groups * shape.width * shape.hidden  # there and back
         put(
             {

@@ -25,6 +25,7 @@ from moe_jax.plan.clusters import cluster_of
 from moe_jax.plan.estimate import estimate
 from moe_jax.plan.memory import step_memory
 from moe_jax.plan.resources import count_parameters, train_flops_per_token
+from moe_jax.run.choose_grouped_matmul import with_fastest_product
 from moe_jax.step.compile import step_program, target_here
 from moe_jax.step.trainer import make_trainer
 from moe_jax.telemetry.energy import energy_counter
@@ -51,6 +52,8 @@ def measure(put: Put, config: Config, rates: Values, clock_s: float, trace: Path
 
 
 def _measure(put: Put, config: Config, rates: Values, clock_s: float, trace: Path) -> None:
+    mesh = make_mesh(config.mesh, jax.devices()[:1])
+    config = with_fastest_product(config, mesh)  # as runs do
     shape = (config.train.batch_size, config.data.seq_len + 1)
     tokens = shape[0] * config.data.seq_len
     put(
@@ -60,11 +63,12 @@ def _measure(put: Put, config: Config, rates: Values, clock_s: float, trace: Pat
             "sequences": shape[0],
             "sequence_tokens": config.data.seq_len,
             "capacity_factor": config.model.moe.capacity_factor,
+            "grouped_product": config.train.grouped_product,
             "predicted_bytes": step_memory(config, rates["platform"]).total,
             "predicted_step_s": _predicted_step_s(config, rates["device"]),
         }
     )
-    trainer = make_trainer(config, make_mesh(config.mesh, jax.devices()[:1]))
+    trainer = make_trainer(config, mesh)
     batch = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
     start = time.perf_counter()
     program = step_program(trainer, batch, target_here(trainer)).compile()

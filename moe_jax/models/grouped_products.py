@@ -13,6 +13,7 @@ from moe_jax.config import Config
 from moe_jax.config.attention_kernels import Capability
 from moe_jax.config.grouped_products import AUTO, passes_of
 from moe_jax.errors import ConfigError
+from moe_jax.models.grouped_hopper import warpgroups, warpgroups_dgrad, warpgroups_wgrad
 from moe_jax.models.grouped_kernel import MIN_WIDTH, pallas, pallas_dgrad, pallas_wgrad
 from moe_jax.models.grouped_matmul import blocks, blocks_dgrad, blocks_wgrad, group_of_tiles, ragged, ragged_dgrad
 from moe_jax.models.grouped_megablox import megablox, megablox_dgrad, megablox_wgrad
@@ -125,6 +126,9 @@ GROUPED_PRODUCTS: dict[str, dict[str, GroupedProduct]] = {
             pallas, pallas_dgrad, pallas_wgrad, min_tile=64, max_tile=128, width_multiple=MIN_WIDTH
         ),
         "hopper": _MOSAIC(hopper, hopper_dgrad, hopper_wgrad, min_tile=64, width_multiple=WIDTH_MULTIPLE, major=9),
+        "warpgroups": _MOSAIC(
+            warpgroups, warpgroups_dgrad, warpgroups_wgrad, min_tile=64, width_multiple=WIDTH_MULTIPLE, major=9
+        ),
         "blackwell": _MOSAIC(blackwell, None, None, min_tile=128, width_multiple=PAIR_MULTIPLE, major=10),
         "tokamax": _TOKAMAX(min_tile=64, max_tile=128, needs_bfloat16=True),
     },

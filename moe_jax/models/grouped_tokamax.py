@@ -53,11 +53,15 @@ def _product(left: jax.Array, right: jax.Array, size_L: jax.Array, dims: RaggedD
 
 
 def _package() -> ModuleType:
+    """Import the package. It would read its options from this program's command line, and refuse that."""
     try:
         import tokamax as package  # type: ignore[import-not-found]
+        from absl import flags
     except ImportError as error:
         raise ConfigError(
             f"train.grouped_product names tokamax, which cannot be imported ({error}): pip install -e '.[kernels]', or "
             "use train.grouped_product=auto"
         ) from None
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
     return package

@@ -11,12 +11,14 @@ S is the number of rows, L the number of groups (experts), D and F are the hidde
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.stages import Compiled
 
 from moe_jax.config import Config
 from moe_jax.config.grouped_products import AUTO, Passes
@@ -74,7 +76,15 @@ def candidates(config: Config, mesh: Mesh) -> tuple[MatmulShape, Products]:
 
 
 def _fastest(shape: MatmulShape, products: Products, timing: Timing) -> str:
-    """The name of the fastest product, from the cache of timings or by timing them; prints a line for each pass."""
+    """The name of the fastest product; prints a line for each pass."""
+    seconds, failed = times_of(shape, products, timing)
+    name = fastest_of(seconds, shape, products) or next(iter(products))
+    print("\n".join([f"train.grouped_product={name}", *_table(seconds, failed)]), flush=True)
+    return name
+
+
+def times_of(shape: MatmulShape, products: Products, timing: Timing) -> InterleavedTimes:
+    """The times of all products, from the cache of timings or by timing them."""
     environment = {"device": jax.local_devices()[0].device_kind, "jax": jax.__version__, "products": list(products)}
     key = shape._asdict() | environment
     names = [_label(each, name) for each in _PASSES for name in products]
@@ -83,9 +93,7 @@ def _fastest(shape: MatmulShape, products: Products, timing: Timing) -> str:
         seconds, failed = timing(shape, products)
         if seconds:
             _CACHE.write(key, seconds)
-    name = fastest_of(seconds, shape, products) or next(iter(products))
-    print("\n".join([f"train.grouped_product={name}", *_table(seconds, failed)]), flush=True)
-    return name
+    return InterleavedTimes(seconds, failed)
 
 
 def fastest_of(seconds: Mapping[str, float], shape: MatmulShape, products: Products) -> str | None:
@@ -147,18 +155,34 @@ def time_products(shape: MatmulShape, products: Products) -> InterleavedTimes:
     The results are first compared with those of a loop over tiles; a kernel whose results differ is left out.
     """
     seconds, failed = dict[str, float](), dict[str, str]()
-    for name in _PASSES:  # one after another, so that the operands of one pass are in memory
-        checked = _Checked(shape, name)
-        calls = {
-            _label(name, product_name): partial(checked.call, own, product)
+    device = jax.local_devices()[0]
+    with ThreadPoolExecutor() as threads, jax.default_device(device):
+        compiled = {
+            _label(name, product_name): threads.submit(_compiled, shape, name, own, product, device)
+            for name in _PASSES
             for product_name, product in products.items()
             if (own := getattr(product, name)) is not None
         }
-        with jax.default_device(jax.local_devices()[0]):
+        for name in _PASSES:  # one after another, so that the operands of one pass are in memory
+            checked = _Checked(shape, name)
+            calls = {
+                label: partial(checked.call, compiled[label], product)
+                for product_name, product in products.items()
+                if (label := _label(name, product_name)) in compiled
+            }
             found = time_interleaved(calls)
-        seconds |= found.seconds
-        failed |= found.failed
+            seconds |= found.seconds
+            failed |= found.failed
     return InterleavedTimes(seconds, failed)
+
+
+def _compiled(shape: MatmulShape, name: str, own: Pass, product: GroupedProduct, device: jax.Device) -> Compiled:
+    """A pass, compiled. Raises ValueError for widths that the product does not support."""
+    tile = product.tile(shape.rows, shape.groups)
+    if any(width % product.width_multiple for width in (shape.width, shape.hidden)):
+        raise ValueError(f"widths are no multiples of {product.width_multiple}")
+    with jax.default_device(device):  # it holds for one thread
+        return jax.jit(partial(_both, own, tile)).lower(*_shapes(shape, name, tile)).compile()
 
 
 class _Checked:
@@ -169,17 +193,14 @@ class _Checked:
         self._operands: dict[int, tuple[Any, jax.Array]] = {}  # by tile
         self._expected: dict[int, list[jax.Array]] = {}
 
-    def call(self, own: Pass, product: GroupedProduct) -> Call:
+    def call(self, compiled: Future[Compiled], product: GroupedProduct) -> Call:
         """A compiled call with its operands. Raises ValueError if its results are wrong."""
-        shape, tile = self._shape, product.tile(self._shape.rows, self._shape.groups)
-        if any(width % product.width_multiple for width in (shape.width, shape.hidden)):
-            raise ValueError(f"widths are no multiples of {product.width_multiple}")
+        call, tile = compiled.result(), product.tile(self._shape.rows, self._shape.groups)
         if tile not in self._operands:
-            self._operands[tile] = _operands(shape, self._name, tile)
+            self._operands[tile] = _operands(self._shape, self._name, tile)
         operands = self._operands[tile]
-        compiled = jax.jit(partial(_both, own, tile)).lower(*operands).compile()
-        self._compare(tile, compiled(*operands))
-        return partial(compiled, *operands)
+        self._compare(tile, call(*operands))
+        return partial(call, *operands)
 
     def _compare(self, tile: int, found: list[jax.Array]) -> None:
         """Raise ValueError if results differ from those of the twin by more than rounding."""
@@ -194,6 +215,11 @@ class _Checked:
 
 _TWIN: dict[str, Pass] = {"forward": blocks, "dgrad": blocks_dgrad, "wgrad": blocks_wgrad}
 _MOST_ERROR = 0.02  # of bfloat16 sums, in another order
+
+
+def _shapes(shape: MatmulShape, name: str, tile: int) -> Any:
+    """The shapes of a pass' operands."""
+    return jax.eval_shape(partial(_operands, shape, name, tile))
 
 
 def _operands(shape: MatmulShape, name: str, tile: int) -> tuple[Any, jax.Array]:
