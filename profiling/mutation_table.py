@@ -104,10 +104,18 @@ MUTATIONS = (
     Mutation(
         "padding_in_the_z_loss",
         "models/head.py",
-        "jnp.where(is_left_out_c, 0, lse_c) if z_weight",
-        "lse_c if z_weight",
+        "jnp.where(is_left_out_c, 0, lse_c) if form.z_loss_multiplier",
+        "lse_c if form.z_loss_multiplier",
         "what fills the last chunk of tokens counts in the z-loss",
         ["tests/models/test_head.py"],
+    ),
+    Mutation(
+        "sources_in_the_logits",
+        "models/head.py",
+        "jnp.where(target_c == NO_TARGET, NO_TARGET, target_c % SOURCE_STEP)",
+        "target_c",
+        "with a mixture, targets of all sources but the first are tokens of no vocabulary",
+        ["tests/models/test_head.py", "-k", "source"],
     ),
     Mutation(
         "sampling_drops_tokens",
@@ -877,8 +885,8 @@ MUTATIONS = (
     Mutation(
         "all_processes_read_the_same",
         "data/loader.py",
-        "return _read_places(sources, orders, Places(source_B[local], number_B[local]))",
-        "return _read_places(sources, orders, Places(source_B[: len(local)], number_B[: len(local)]))",
+        "_read_places(sources, orders, Places(source_B[local], number_B[local]))",
+        "_read_places(sources, orders, Places(source_B[: len(local)], number_B[: len(local)]))",
         "all processes train on the first one's rows",
         ["tests/data/test_loader.py"],
     ),

@@ -436,6 +436,7 @@ class ExchangeConfig:
         return ":" in self.algorithm
 
 
+MOST_MARKED_SOURCES = 32  # bits of tokens that are free for it (data/token_marks.py)
 TEXT_SUFFIXES = (".jsonl", ".parquet")  # of files whose text is encoded while a run trains
 
 
@@ -490,7 +491,14 @@ class DataConfig:
     @property
     def has_marks(self) -> bool:
         """Whether the tokens of batches have marks (data/token_marks.py)."""
-        return self.mask_documents
+        return self.mask_documents or self.marked_sources > 0
+
+    @property
+    def marked_sources(self) -> int:
+        """The number of sources that steps compute losses of; 0 if there is one source, or more than there are marks
+        for.
+        """
+        return len(self.sources) if 1 < len(self.sources) <= MOST_MARKED_SOURCES else 0
 
     @property
     def mixture(self) -> tuple[DataSource, ...]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from moe_jax.data.mixture import Mixture, Places
 from moe_jax.data.samples import Samples
+from moe_jax.data.token_marks import mark_sources
 from moe_jax.errors import DataError
 
 Batches = grain.DatasetIterator[NDArray[np.int32]]
@@ -20,11 +21,14 @@ Batches = grain.DatasetIterator[NDArray[np.int32]]
 _THREADS = 2  # for prefetching: one computes indices while the other waits for the disk
 
 
-def train_batches(sources: Sequence[Samples], mixture: Mixture, *, rows: Sequence[range], prefetch: int) -> Batches:
+def train_batches(
+    sources: Sequence[Samples], mixture: Mixture, *, rows: Sequence[range], prefetch: int, marks_sources: bool = False
+) -> Batches:
     """An infinite iterator of shuffled batches: int32 arrays [total length of `rows`, N + 1].
 
     `rows` are this process's rows of a global batch; `prefetch` batches are read ahead in the background. Every epoch
-    of a source contains each of its samples once, in an order of its own; a batch may span two epochs. Batch b depends
+    of a source contains each of its samples once, in an order of its own; a batch may span two epochs. With
+    `marks_sources` tokens are marked with their source (data/token_marks.py). Batch b depends
     only on (sources, mixture, b). The iterator's state, for `get_state()` and `set_state()`, is `{"next_index": b}`, so
     a run may resume with another number of processes.
     """
@@ -33,7 +37,10 @@ def train_batches(sources: Sequence[Samples], mixture: Mixture, *, rows: Sequenc
 
     def read(batch: int) -> NDArray[np.int32]:
         source_B, number_B = mixture.places(batch)
-        return _read_places(sources, orders, Places(source_B[local], number_B[local]))
+        token_BN1 = _read_places(sources, orders, Places(source_B[local], number_B[local]))
+        if marks_sources:
+            mark_sources(token_BN1, source_B[local])
+        return token_BN1
 
     batches = grain.MapDataset.range(sys.maxsize // mixture.batch_size).map(read)
     options = grain.ReadOptions(num_threads=min(_THREADS, prefetch), prefetch_buffer_size=prefetch)

@@ -150,7 +150,9 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
         trainer=trainer,
         sources=sources,
         mixture=mixture,
-        batches=train_batches(sources, mixture, rows=rows, prefetch=data.prefetch),
+        batches=train_batches(
+            sources, mixture, rows=rows, prefetch=data.prefetch, marks_sources=data.marked_sources > 0
+        ),
         validation=tuple(
             ValidationSet.of(Samples.of(of_source, "validation", data), config, rows) for of_source in tokens
         ),

@@ -27,7 +27,7 @@ class ValidationSet(NamedTuple):
         """Read this process's `rows` of the `train.eval_batches` batches. Raises DataError."""
         size, count = config.train.batch_size, config.train.eval_batches
         own = validation_batches(samples, batch_size=size, num_batches=count, rows=rows)
-        if not config.data.has_marks:
+        if not config.data.mask_documents:
             return cls(own, [1] * len(own))
         whole = validation_batches(samples, batch_size=size, num_batches=count, rows=[range(size)])
         return cls(own, [num_targets(batch) for batch in whole])

@@ -161,7 +161,9 @@ class Meter:
         statistics = load_statistics(read["expert_load"]) if "expert_load" in read else {}
         if not self._has_loads(step):
             read.pop("expert_load", None)
+        by_source = zip(self._config.data.sources, read.pop("source_loss", ()), strict=False)
         values = {name: _rounded(value) for name, value in read.items()} | statistics
+        values |= {f"loss/{source.label}": _rounded(loss) for source, loss in by_source if np.isfinite(loss)}
         values |= {**self.bad_steps.counts(), **self._metrics_at(step)}
         if self._timed_steps > self._recorded_steps:
             values |= self._rates(step)

@@ -7,11 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_jax.config import DataConfig, LogConfig
+from moe_jax.config.sections import MOST_MARKED_SOURCES
 from moe_jax.data.loader import train_batches, validation_batches
 from moe_jax.data.mixture import Mixture
 from moe_jax.data.prepare import prepare_text
 from moe_jax.data.samples import Samples
-from moe_jax.data.token_marks import FIRST, UNCOUNTED, counted, documents, indices, mark_documents, num_targets
+from moe_jax.data.token_marks import (
+    FIRST,
+    UNCOUNTED,
+    counted,
+    documents,
+    indices,
+    mark_documents,
+    mark_sources,
+    num_targets,
+    sources,
+)
 from moe_jax.run.setup import open_run
 from tests.small import small_config
 
@@ -53,9 +64,15 @@ def test_a_run_marks_the_documents_of_its_folder(tmp_path: Path) -> None:
 
 
 def test_the_largest_vocabulary_leaves_room_for_marks() -> None:
-    largest = jnp.int32(2**24 - 1)
-    assert indices(largest | FIRST | UNCOUNTED) == largest
-    assert counted(largest)
+    largest = np.full((2, 1), 2**24 - 1, np.int32)
+    marked = largest | FIRST | UNCOUNTED
+    mark_sources(marked, np.array([0, MOST_MARKED_SOURCES - 1]))
+    assert (indices(marked) == largest).all()
+    assert sources(marked).ravel().tolist() == [0, 31]
+    assert not counted(marked).any()
+    mark_sources(largest, np.array([0, 31]))
+    assert counted(largest).all()
+    assert not documents(largest).any()
 
 
 def test_batches_are_marked_where_the_end_is_named() -> None:

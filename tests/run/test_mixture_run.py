@@ -16,7 +16,7 @@ from moe_jax.config import Config, DataConfig, LogConfig, OptimizerConfig
 from moe_jax.config.sections import DataSource, ParameterGroup
 from moe_jax.data.prepare import prepare_text
 from moe_jax.data.sources import open_tokens
-from moe_jax.data.token_marks import FIRST, num_targets
+from moe_jax.data.token_marks import FIRST, num_targets, sources
 from moe_jax.errors import CheckpointError, ConfigError, DataError
 from moe_jax.run.describe import sources_text
 from moe_jax.run.identity import Identity, check_text, identity_of
@@ -56,8 +56,9 @@ def has_lower(batches: NDArray[np.int32]) -> NDArray[np.bool]:
 
 def test_a_run_reads_and_validates_each_source(folder: Path) -> None:
     run = run_of(folder, "upper", "lower.txt")
-    batches = np.stack([next(run.batches) for _ in range(5)])
-    is_lower = has_lower(batches)
+    marked = np.stack([next(run.batches) for _ in range(5)])
+    is_lower = has_lower(marked & 255)
+    np.testing.assert_array_equal(sources(marked)[..., 0], is_lower, "each token has the number of its source")
     assert is_lower.sum(axis=1).tolist() == [2, 2, 2, 4, 4], "of 8 rows, with another weight from step 4 on"
     assert run.source_metrics(3) == {
         "tokens/upper": 18 * 12,
