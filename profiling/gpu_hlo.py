@@ -34,7 +34,6 @@ from moe_jax.step.trainer import make_trainer
 _ROUTER = re.compile(r"\broute\b")  # its scope; parameters and router stay float32
 _FLOAT32 = 32
 _MOST_ERROR = 0.05
-_PRODUCT = "pallas"
 
 
 def compiled(config: Config, target: Target) -> tuple[HloModule, int]:
@@ -97,8 +96,6 @@ def main() -> None:
     for name, model in MODELS.items():
         config = filling(model, memory_bytes)
         assert config is not None, "a block of each fits"
-        # one launch for all groups: loops over tiles have an unknown number of iterations
-        config = dataclasses.replace(config, train=dataclasses.replace(config.train, grouped_product=_PRODUCT))
         if arguments.layers is not None:
             cut = dataclasses.replace(model, num_layers=arguments.layers)
             config = dataclasses.replace(config, model=cut)

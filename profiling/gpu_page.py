@@ -53,6 +53,8 @@ def _section(file: str, result: Mapping[str, Any]) -> Iterator[str]:
     yield f"## {rates.get('device', file)}"
     yield ""
     yield f"`profiling/results/{file}`: {made['date'][:10]}, commit {made['commit']}, jax {made['jax']}."
+    if "notes" in result:
+        yield result["notes"]
     if "memory_bytes_per_s" in rates:
         yield (
             f"Measured rates: {rates['matrix_flops_per_s'] / 1e12:.0f} TFLOP/s of bfloat16 products, "

@@ -90,9 +90,11 @@ def work_by_kind(config: Config) -> dict[str, Work]:
         DENSE: Work(6 * tokens * dense, 3 * _HALF * dense),
         ATTENTION: Work(tokens * pairs, 3 * _HALF * tokens * model.num_layers * heads),
         ROUTING: Work(6 * tokens * gates, _HALF * tokens * width * moved),
-        ELEMENTWISE: Work(0, _HALF * tokens * ((norms + residuals) * width + activations * hidden)),
+        # and gradients are read for their norm
+        ELEMENTWISE: Work(0, _HALF * (tokens * ((norms + residuals) * width + activations * hidden) + counts.total)),
         LOSS: Work(0, 2 * _WHOLE * tokens * model.vocab_size),
-        OPTIMIZER: Work(0, 8 * _WHOLE * counts.total),  # of 4 arrays writes 3, and reads gradients for a norm
+        # parameters and moments are read and written, gradients, which may still be in bfloat16, are read
+        OPTIMIZER: Work(0, (6 * _WHOLE + _HALF) * counts.total),
     }
 
 

@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # commands; docs and converted models; code that reads traced jax programs, which differ between versions of jax
 TESTS=(tests/test_smoke.py tests/test_docs.py tests/convert/test_golden.py)
-TESTS+=(tests/step/test_min_cut_remat.py tests/plan/test_memory.py tests/plan/test_traffic.py)
+TESTS+=(tests/models/test_grouped_hopper.py tests/step/test_min_cut_remat.py tests/plan/test_memory.py tests/plan/test_traffic.py)
 
 find_newest() {
     local candidate pyenv="${HOME-}/.pyenv/versions"

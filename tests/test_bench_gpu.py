@@ -122,14 +122,16 @@ def test_a_call_resumes_where_the_last_one_ended(load: Any, tmp_path: Path, monk
         return bench.Bench(tmp_path, toy=True, minutes=8, resume=True).run(bench.PARTS)
 
     assert not call()
-    assert ran == ["gpu_rates", "gpu_kernels", "gpu_races", "gpu_step", "gpu_step"]
+    assert ran == ["gpu_rates", "gpu_kernels", "gpu_races", "gpu_step", "gpu_transformers"]
+    assert not call()
+    assert ran[5:] == ["gpu_rates", "gpu_step", "gpu_transformers", "gpu_step", "gpu_step"]
     assert call()
-    assert ran[5:] == ["gpu_rates", "gpu_transformers", "gpu_transformers", "gpu_step", "gpu_step"]
+    assert ran[10:] == ["gpu_rates", "gpu_tiles"]
     assert call()
-    assert ran[10:] == ["gpu_rates"]
+    assert ran[12:] == ["gpu_rates"]
     monkeypatch.setattr(bench, "origin", lambda: {"commit": "other", "jax": "1", "jaxlib": "1", "python": "3"})
     assert not call()
-    assert ran[11:13] == ["gpu_rates", "gpu_kernels"]
+    assert ran[13:15] == ["gpu_rates", "gpu_kernels"]
 
 
 @pytest.mark.parametrize(("codes", "calls", "code"), [("75 75 0", 3, 0), ("75 75 75", 3, 75), ("75 1", 2, 1)])

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 AUTO = "auto"
-KERNELS = ("blocks", "ragged", "pallas", "hopper", "warpgroups", "blackwell", "megablox", "tokamax")
+KERNELS = ("blocks", "ragged", "pallas", "hopper", "blackwell", "megablox", "tokamax")
 _JOINED = "+"
 
 

@@ -4,10 +4,11 @@ In bfloat16. A thread block computes one block of the result after another (a pe
 loads operands by asynchronous copies (TMA), some steps ahead; two others multiply, each its half of the block. Groups
 are padded to whole tiles, so a block of rows has one matrix, nothing is masked, and results are written by asynchronous
 copies, too. Blocks are computed in an order that reads the same rows and matrices at about the same time, so that they
-come from the L2 cache.
+come from the L2 cache. `profiling/gpu_tiles.py` times other blocks and orders.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ _MULTIPROCESSORS = 132  # of H100 and H200; for programs that are compiled witho
 _COPIED = 64  # width of what one copy brings: 128 bytes, the widest swizzle of shared memory
 _MULTIPLIERS = 2  # warpgroups that multiply
 _REGISTERS = 40  # of each thread that only starts copies
+_Ref = Any  # a reference to memory, or a view of one
 
 
 class Blocks(NamedTuple):
@@ -43,54 +45,38 @@ class Blocks(NamedTuple):
         return (self.rows // 2, self.columns) if self.splits_rows else (self.rows, self.columns // 2)
 
 
-def warpgroups(
-    x_SD: Float[Array, "S D"], w_LDF: Float[Array, "L D F"], size_L: Int[Array, " L"], tile: int
+def hopper(
+    x_SD: Float[Array, "S D"],
+    w_LDF: Float[Array, "L D F"],
+    size_L: Int[Array, " L"],
+    tile: int,
+    blocks: Blocks | None = None,
 ) -> Float[Array, "S F"]:
     """Multiply rows by the matrix of their group."""
-    return hopper_rows(x_SD, w_LDF, size_L, 1, _blocks(tile, w_LDF.shape[2]))
+    return _rows(x_SD, w_LDF, size_L, 1, blocks or _blocks(tile, w_LDF.shape[2]))
 
 
-def warpgroups_dgrad(
-    dy_SF: Float[Array, "S F"], w_LDF: Float[Array, "L D F"], size_L: Int[Array, " L"], tile: int
+def hopper_dgrad(
+    dy_SF: Float[Array, "S F"],
+    w_LDF: Float[Array, "L D F"],
+    size_L: Int[Array, " L"],
+    tile: int,
+    blocks: Blocks | None = None,
 ) -> Float[Array, "S D"]:
     """Return the gradient of the rows. The kernel reads the matrices transposed; they are not copied."""
-    return hopper_rows(dy_SF, w_LDF, size_L, 2, _blocks(tile, w_LDF.shape[1]))
+    return _rows(dy_SF, w_LDF, size_L, 2, blocks or _blocks(tile, w_LDF.shape[1]))
 
 
-def warpgroups_wgrad(
-    x_SD: Float[Array, "S D"], dy_SF: Float[Array, "S F"], size_L: Int[Array, " L"], tile: int
-) -> Float[Array, "L D F"]:
-    """Return the gradient of the matrix of each group; 0 for an empty group."""
-    return hopper_weights(x_SD, dy_SF, size_L, _blocks(WIDTH_MULTIPLE, dy_SF.shape[1]))
-
-
-def _blocks(tile: int, columns: int) -> Blocks:
-    rows = min(tile, WIDTH_MULTIPLE)
-    wide = 2 * WIDTH_MULTIPLE
-    return Blocks(rows, WIDTH_MULTIPLE if columns % wide else wide, splits_rows=rows == WIDTH_MULTIPLE)
-
-
-def hopper_rows(
-    x_SD: Float[Array, "S D"], w_LDF: Float[Array, "L D F"], size_L: Int[Array, " L"], contracted: int, blocks: Blocks
-) -> Float[Array, "S F"]:
-    """Multiply rows by the matrix of their group, summed over dimension 1 or 2 of the matrix; 0 beyond the groups."""
-    columns, tiles = w_LDF.shape[3 - contracted], len(x_SD) // blocks.rows
-    kernel = _kernel(
-        functools.partial(_rows_kernel, blocks=blocks, contracted=contracted),
-        jax.ShapeDtypeStruct((len(x_SD), columns), x_SD.dtype),
-        "grouped_rows",
-    )
-    group_of = group_of_tiles(size_L, tiles, blocks.rows).astype(jnp.int32)
-    filled = (size_L.sum() // blocks.rows).astype(jnp.int32)
-    return kernel(jnp.minimum(group_of, len(size_L) - 1), filled[None], x_SD, w_LDF)
-
-
-def hopper_weights(
-    x_SD: Float[Array, "S D"], dy_SF: Float[Array, "S F"], size_L: Int[Array, " L"], blocks: Blocks
+def hopper_wgrad(
+    x_SD: Float[Array, "S D"],
+    dy_SF: Float[Array, "S F"],
+    size_L: Int[Array, " L"],
+    tile: int,
+    blocks: Blocks | None = None,
 ) -> Float[Array, "L D F"]:
     """Return the gradient of the matrix of each group, from the rows of the group; 0 for an empty group."""
     kernel = _kernel(
-        functools.partial(_weights_kernel, blocks=blocks),
+        functools.partial(_weights_kernel, blocks=blocks or _blocks(WIDTH_MULTIPLE, dy_SF.shape[1])),
         jax.ShapeDtypeStruct((len(size_L), x_SD.shape[1], dy_SF.shape[1]), x_SD.dtype),
         "grouped_weights",
     )
@@ -98,11 +84,30 @@ def hopper_weights(
     return kernel(bound_L1, x_SD, dy_SF)
 
 
+def _blocks(tile: int, columns: int) -> Blocks:
+    """Return the blocks for a number of rows in a tile, and of columns in the result."""
+    rows = min(tile, WIDTH_MULTIPLE)
+    wide = 2 * WIDTH_MULTIPLE
+    return Blocks(rows, WIDTH_MULTIPLE if columns % wide else wide, splits_rows=rows == WIDTH_MULTIPLE)
+
+
+def _rows(x: jax.Array, w: jax.Array, size_L: jax.Array, contracted: int, blocks: Blocks) -> jax.Array:
+    """Multiply rows by the matrix of their group, summed over dimension 1 or 2 of the matrix; 0 beyond the groups."""
+    kernel = _kernel(
+        functools.partial(_rows_kernel, blocks=blocks, contracted=contracted),
+        jax.ShapeDtypeStruct((len(x), w.shape[3 - contracted]), x.dtype),
+        "grouped_rows",
+    )
+    group_of = group_of_tiles(size_L, len(x) // blocks.rows, blocks.rows).astype(jnp.int32)
+    filled = (size_L.sum() // blocks.rows).astype(jnp.int32)
+    return kernel(jnp.minimum(group_of, len(size_L) - 1), filled[None], x, w)
+
+
 def _kernel(body: Callable[..., None], result: jax.ShapeDtypeStruct, name: str) -> Any:
     return plgpu.kernel(
         body,
         out_type=result,
-        grid=(getattr(jax.devices()[0], "core_count", _MULTIPROCESSORS),),
+        grid=(getattr(jax.local_devices()[0], "core_count", _MULTIPROCESSORS),),
         grid_names=("sm",),
         num_threads=_MULTIPLIERS + 1,
         thread_name="warpgroup",
@@ -116,7 +121,7 @@ def _swizzled() -> tuple[Any, ...]:
     return plgpu.TilingTransform((8, _COPIED)), plgpu.SwizzleTransform(2 * _COPIED)
 
 
-def _rows_kernel(group_of: Any, filled: Any, x: Any, w: Any, y: Any, *, blocks: Blocks, contracted: int) -> None:
+def _rows_kernel(group_of: _Ref, filled: _Ref, x: _Ref, w: _Ref, y: _Ref, *, blocks: Blocks, contracted: int) -> None:
     is_transposed = contracted == 2
     row_blocks, column_blocks = x.shape[0] // blocks.rows, y.shape[1] // blocks.columns
     w_block = (blocks.columns, _COPIED) if is_transposed else (_COPIED, blocks.columns)
@@ -126,7 +131,7 @@ def _rows_kernel(group_of: Any, filled: Any, x: Any, w: Any, y: Any, *, blocks: 
     ]
     pipeline = _pipeline((x.shape[1] // _COPIED,), specs, blocks)
 
-    def compute(copies: Any, staged: Any) -> None:
+    def compute(copies: Any, staged: _Ref) -> None:
         warpgroup = jax.lax.axis_index("warpgroup")
 
         @plgpu.nd_loop((filled[0] * column_blocks,), collective_axes="sm")
@@ -135,7 +140,7 @@ def _rows_kernel(group_of: Any, filled: Any, x: Any, w: Any, y: Any, *, blocks: 
             rows, columns = pl.ds(m * blocks.rows, blocks.rows), pl.ds(n * blocks.columns, blocks.columns)
             matrix = w.at[group_of[m]]
 
-            def multiply(_: Any, x_block: Any, w_block: Any, total: Any) -> Any:
+            def multiply(_: Any, x_block: _Ref, w_block: _Ref, total: _Ref) -> _Ref:
                 own = w_block.transpose((1, 0)) if is_transposed else w_block
                 if blocks.splits_rows:
                     plgpu.wgmma(total, x_block.at[pl.ds(warpgroup * blocks.half[0], blocks.half[0])], own)
@@ -158,21 +163,21 @@ def _rows_kernel(group_of: Any, filled: Any, x: Any, w: Any, y: Any, *, blocks: 
 
             @pl.when(warpgroup < _MULTIPLIERS)
             def _() -> None:
-                _write(staged, y.at[rows, columns], blocks, lambda _rows, _columns: jnp.zeros((64, 64), y.dtype))
+                _write(staged, y.at[rows, columns], blocks, lambda *_: jnp.zeros((_COPIED, _COPIED), y.dtype))
 
     allocations = pipeline(None, None).get_allocations(x, w.at[0])
     _scoped(compute, allocations, y.dtype)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _weights_kernel(bound_of: Any, x: Any, dy: Any, dw: Any, *, blocks: Blocks) -> None:
+def _weights_kernel(bound_of: _Ref, x: _Ref, dy: _Ref, dw: _Ref, *, blocks: Blocks) -> None:
     groups, row_blocks, column_blocks = dw.shape[0], dw.shape[1] // blocks.rows, dw.shape[2] // blocks.columns
     specs = [
         _spec((_COPIED, blocks.rows), lambda k: (k, 0), blocks),
         _spec((_COPIED, blocks.columns), lambda k: (k, 0), blocks),
     ]
 
-    def compute(copies: Any, staged: Any) -> None:
+    def compute(copies: Any, staged: _Ref) -> None:
         warpgroup = jax.lax.axis_index("warpgroup")
 
         @plgpu.nd_loop((groups, row_blocks * column_blocks), collective_axes="sm")
@@ -184,7 +189,7 @@ def _weights_kernel(bound_of: Any, x: Any, dy: Any, dw: Any, *, blocks: Blocks) 
             own = pl.ds(first, x.shape[0])  # beyond the group's end nothing is read
             steps = (bound_of[group + 1] - first) // _COPIED
 
-            def multiply(_: Any, x_block: Any, dy_block: Any, total: Any) -> Any:
+            def multiply(_: Any, x_block: _Ref, dy_block: _Ref, total: _Ref) -> _Ref:
                 if blocks.splits_rows:
                     part = pl.ds(warpgroup * blocks.half[0], blocks.half[0])
                     plgpu.wgmma(total, x_block.at[:, part].transpose((1, 0)), dy_block)
@@ -231,14 +236,14 @@ def _pipeline(grid: tuple[Any, ...], specs: list[plgpu.BlockSpec], blocks: Block
 
 def _scoped(compute: Callable[..., None], allocations: Any, dtype: Any) -> None:
     """Call `compute` with the shared memory of the copies, and two pieces of result for each warpgroup."""
-    staged = plgpu.SMEM((_MULTIPLIERS, 2, 64, 64), dtype, transforms=_swizzled())
+    staged = plgpu.SMEM((_MULTIPLIERS, 2, _COPIED, _COPIED), dtype, transforms=_swizzled())
     pl.run_scoped(compute, allocations, staged, collective_axes="warpgroup")
 
 
-def _store(staged: Any, result: Any, blocks: Blocks, accumulate: Callable[[Any], Any]) -> None:
+def _store(staged: _Ref, result: _Ref, blocks: Blocks, accumulate: Callable[[_Ref], object]) -> None:
     """Sum the products of a block in registers, and write the sums."""
 
-    def with_total(total: Any) -> None:
+    def with_total(total: _Ref) -> None:
         accumulate(total)
         sums = total[...].astype(result.dtype)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -247,17 +252,17 @@ def _store(staged: Any, result: Any, blocks: Blocks, accumulate: Callable[[Any],
     pl.run_scoped(with_total, plgpu.ACC(blocks.half, jnp.float32))
 
 
-def _write(staged: Any, result: Any, blocks: Blocks, piece_of: Callable[[slice, slice], Any]) -> None:
+def _write(staged: _Ref, result: _Ref, blocks: Blocks, piece_of: Callable[[slice, slice], jax.Array]) -> None:
     """Write a warpgroup's half of a block piece by piece, through shared memory: while one is copied, the next is
     written."""
     warpgroup, (num_rows, num_columns) = jax.lax.axis_index("warpgroup"), blocks.half
     row_offset = warpgroup * num_rows if blocks.splits_rows else 0
     column_offset = 0 if blocks.splits_rows else warpgroup * num_columns
-    for number, (i, j) in enumerate((i, j) for i in range(0, num_rows, 64) for j in range(0, num_columns, 64)):
+    pieces = itertools.product(range(0, num_rows, _COPIED), range(0, num_columns, _COPIED))
+    for number, (i, j) in enumerate(pieces):
         slot = number % 2
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-        staged[warpgroup, slot] = piece_of(slice(i, i + 64), slice(j, j + 64))
+        staged[warpgroup, slot] = piece_of(slice(i, i + _COPIED), slice(j, j + _COPIED))
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(
-            staged.at[warpgroup, slot], result.at[pl.ds(row_offset + i, 64), pl.ds(column_offset + j, 64)]
-        )
+        to = result.at[pl.ds(row_offset + i, _COPIED), pl.ds(column_offset + j, _COPIED)]
+        plgpu.copy_smem_to_gmem(staged.at[warpgroup, slot], to)

@@ -1,7 +1,9 @@
 """The grouped products of each platform, and the one that a config asks for. S rows, L groups, D and F widths."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -13,11 +15,11 @@ from moe_jax.config import Config
 from moe_jax.config.attention_kernels import Capability
 from moe_jax.config.grouped_products import AUTO, passes_of
 from moe_jax.errors import ConfigError
-from moe_jax.models.grouped_hopper import warpgroups, warpgroups_dgrad, warpgroups_wgrad
+from moe_jax.models.grouped_blackwell import PAIR_MULTIPLE, blackwell
+from moe_jax.models.grouped_hopper import WIDTH_MULTIPLE, hopper, hopper_dgrad, hopper_wgrad
 from moe_jax.models.grouped_kernel import MIN_WIDTH, pallas, pallas_dgrad, pallas_wgrad
 from moe_jax.models.grouped_matmul import blocks, blocks_dgrad, blocks_wgrad, group_of_tiles, ragged, ragged_dgrad
 from moe_jax.models.grouped_megablox import megablox, megablox_dgrad, megablox_wgrad
-from moe_jax.models.grouped_mosaic import PAIR_MULTIPLE, WIDTH_MULTIPLE, blackwell, hopper, hopper_dgrad, hopper_wgrad
 from moe_jax.models.grouped_tokamax import tokamax, tokamax_dgrad, tokamax_wgrad
 from moe_jax.models.layers import Product
 
@@ -126,9 +128,6 @@ GROUPED_PRODUCTS: dict[str, dict[str, GroupedProduct]] = {
             pallas, pallas_dgrad, pallas_wgrad, min_tile=64, max_tile=128, width_multiple=MIN_WIDTH
         ),
         "hopper": _MOSAIC(hopper, hopper_dgrad, hopper_wgrad, min_tile=64, width_multiple=WIDTH_MULTIPLE, major=9),
-        "warpgroups": _MOSAIC(
-            warpgroups, warpgroups_dgrad, warpgroups_wgrad, min_tile=64, width_multiple=WIDTH_MULTIPLE, major=9
-        ),
         "blackwell": _MOSAIC(blackwell, None, None, min_tile=128, width_multiple=PAIR_MULTIPLE, major=10),
         "tokamax": _TOKAMAX(min_tile=64, max_tile=128, needs_bfloat16=True),
     },
@@ -175,9 +174,13 @@ def available(
 
 
 def product_name(config: Config, platform: str, tensor_ranks: int, capability: Capability | None = None) -> str:
-    """Return the name that `train.grouped_product` stands for. Raises ConfigError."""
+    """Return the name that `train.grouped_product` stands for if nothing is timed. Raises ConfigError."""
     products, name = GROUPED_PRODUCTS[platform], config.train.grouped_product
     if name == AUTO:
+        if "hopper" in available(products, capability, config.train.compute_dtype):  # the fastest wherever it was timed
+            own = dataclasses.replace(config, train=dataclasses.replace(config.train, grouped_product="hopper"))
+            with suppress(ConfigError):
+                return product_name(own, platform, tensor_ranks, capability)
         return next(iter(products))
     kernels = passes_of(name)
     if kernels is None or not set(kernels) <= products.keys():

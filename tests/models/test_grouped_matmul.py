@@ -28,7 +28,7 @@ ROWS, GROUPS, D, F, TILE = 192, 4, 48, 32, 16
 
 
 INTERPRETED = ("pallas", "megablox")  # kernels that are interpreted, since their devices are absent
-HARDWARE = ("hopper", "blackwell", "tokamax")  # kernels that cannot be interpreted; their lowering is tested below
+HARDWARE = ("hopper", "blackwell", "tokamax")  # not interpreted here; their lowering is tested below
 
 
 def interpreted(name: str, product: GroupedProduct) -> GroupedProduct:
@@ -219,8 +219,8 @@ def lowered(own: Any, *shapes: tuple[int, ...]) -> str:
 
 
 @pytest.mark.parametrize("name", ["hopper", "blackwell"])
-def test_kernels_of_jax_are_lowered_for_gpus(name, monkeypatch):
-    """Their arguments fit: they run on no CPU, so their values are compared on GPUs (profiling/gpu_kernels.py)."""
+def test_kernels_are_lowered_for_gpus(name, monkeypatch):
+    """On GPUs, profiling/gpu_kernels.py compares their values."""
     product, (x, w, dy) = GROUPED_PRODUCTS["gpu"][name], ((S, WIDE), (4, WIDE, WIDER), (S, WIDER))
     devices = [SimpleNamespace(core_count=132, platform="gpu")]  # a kernel asks the device for it
     passes = ((product.forward, x, w), (product.dgrad, dy, w), (product.wgrad, x, dy))

@@ -51,6 +51,7 @@ OTHER = {
     "exchange.md": {"| `exchange.algorithm` |": SETTING, "| implementation |": "what the linked reports measured"},
     "generate.md": {"| option |": SETTING},
     "gates.md": {"| gate | scores": SETTING},
+    "gpu.md": dict.fromkeys(("| step |", "| grouped products", "| operations of"), "tests/test_bench_gpu.py"),
     "log.md": {"| `unified` |": NO_PROGRAM, "| milliseconds of cycle estimates |": NO_PROGRAM},
     "measure.md": {
         "| part |": SETTING,
