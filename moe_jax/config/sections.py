@@ -458,11 +458,6 @@ class DataSource:
         last = self.path.rstrip("/").rpartition("/")[2]
         return next((last.removesuffix(kind) for kind in (".txt", *TEXT_SUFFIXES) if last.endswith(kind)), last)
 
-    @property
-    def is_text(self) -> bool:
-        """Whether the source is a text file that is encoded while the run trains."""
-        return self.path.endswith(TEXT_SUFFIXES)
-
     def weight_at(self, step: int) -> float:
         """Return the weight in a step, counted from 1."""
         return next((weight for first, weight in reversed(self.weight_schedule) if first <= step), self.weight)

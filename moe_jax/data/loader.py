@@ -28,9 +28,9 @@ def train_batches(
 
     `rows` are this process's rows of a global batch; `prefetch` batches are read ahead in the background. Every epoch
     of a source contains each of its samples once, in an order of its own; a batch may span two epochs. With
-    `marks_sources` tokens are marked with their source (data/token_marks.py). Batch b depends
-    only on (sources, mixture, b). The iterator's state, for `get_state()` and `set_state()`, is `{"next_index": b}`, so
-    a run may resume with another number of processes.
+    `marks_sources` tokens are marked with their source (data/token_marks.py). Batch b depends only on (sources,
+    mixture, b). The iterator's state, for `get_state()` and `set_state()`, is `{"next_index": b}`, so a run may resume
+    with another number of processes.
     """
     orders = _orders(sources, mixture.seed)
     local = list(itertools.chain(*rows))

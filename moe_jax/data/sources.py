@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_jax.config import DataConfig
-from moe_jax.config.sections import TEXT_SUFFIXES
 from moe_jax.data.chunk_checksums import ChunkChecksums
 from moe_jax.data.text_index import TextSettings, open_text
 from moe_jax.data.text_tokens import TextTokens
@@ -21,6 +20,7 @@ from moe_jax.data.tokens import (
     check_utf8,
     chunk_checksums,
     find_data,
+    is_text,
     map_file,
     open_split,
     read_meta,
@@ -51,7 +51,7 @@ class Tokens:
 def tokenizer_file(data: DataConfig, number: int = 0) -> Path | None:
     """Return the tokenizer.json of source `number`; None for bytes. Raises DataError if it is not the source's own."""
     source = data.mixture[number]
-    if source.is_text:
+    if is_text(source.path):
         return None if data.tokenizer == "bytes" else model_tokenizer_file(Path(data.tokenizer), "data.tokenizer")
     path = find_data(source.path, data.path_names[number])
     if not path.is_dir():
@@ -64,7 +64,7 @@ def tokenizer_file(data: DataConfig, number: int = 0) -> Path | None:
 def source_tokenizer(data: DataConfig, number: int = 0) -> Tokenizer:
     """Return the tokenizer of source `number`. Raises DataError."""
     source = data.mixture[number]
-    if not source.is_text:
+    if not is_text(source.path):
         return load_tokenizer(find_data(source.path, data.path_names[number]))
     file = tokenizer_file(data, number)
     return load_model_tokenizer(file)[1] if file else ByteTokenizer()
@@ -80,7 +80,7 @@ def open_tokens(data: DataConfig, vocab_size: int) -> tuple[Tokens, ...]:
     """
     for name in ("tokenizer", "text_key"):
         value, unset = getattr(data, name), getattr(DataConfig, name)
-        if value != unset and not any(source.is_text for source in data.mixture):
+        if value != unset and not any(is_text(source.path) for source in data.mixture):
             raise DataError(
                 f"data.{name}={value} is for .jsonl and .parquet files, and no source is one: use data.{name}={unset}"
             )
@@ -107,7 +107,7 @@ def _open_source(number: int, data: DataConfig, vocab_size: int) -> Tokens:
         train, validation = (open_split(path, meta, split) for split in SPLITS)
         chunks[0] = chunk_checksums(path, meta, "train", train, data.damaged_chunks)
         chunks[1] = chunk_checksums(path, meta, "validation", validation, data.damaged_chunks)
-    elif path.suffix in TEXT_SUFFIXES:
+    elif is_text(path):
         train, validation, meta = open_text(path, _text_settings(number, data))
         needed = meta.vocab_size
     else:

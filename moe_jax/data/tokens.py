@@ -78,6 +78,11 @@ def check_utf8(file: Path, head: bytes) -> None:
         raise DataError(f"{file} is {encoding.upper()}, not UTF-8: convert it with iconv -f {encoding} -t utf-8")
 
 
+def is_text(path: str | Path) -> bool:
+    """Whether a path names a text file that is encoded while a run trains."""
+    return Path(path).suffix in TEXT_SUFFIXES and not Path(path).is_dir()
+
+
 def find_data(path: str | Path, setting: str = "data.path") -> Path:
     """`path`, the value of `setting`, as a Path. Raises DataError if no run can train on what it names."""
     path = Path(path)

@@ -16,7 +16,7 @@ from moe_jax.convert.hf_config import HfConfig, read_json
 from moe_jax.convert.source import ORIGIN, origin_of
 from moe_jax.data.sources import source_tokenizer, tokenizer_file
 from moe_jax.data.tokenizer import load_model_tokenizer
-from moe_jax.data.tokens import read_meta
+from moe_jax.data.tokens import is_text, read_meta
 from moe_jax.errors import DataError, UserError
 from moe_jax.files.atomic import write_atomically, write_together
 from moe_jax.files.untrusted import MOST_TOKENIZER, read_bytes, read_text
@@ -71,10 +71,9 @@ class _DataTokenizer(NamedTuple):
 
 def _tokenizer_of_data(config: Config) -> _DataTokenizer | None:
     """The tokenizer of the run's first source; None if that is a .txt file or no longer exists."""
-    source = config.data.mixture[0]
-    path = Path(source.path)
+    path = Path(config.data.mixture[0].path)
     try:
-        if source.is_text:
+        if is_text(path):
             tokenizer, file = source_tokenizer(config.data), tokenizer_file(config.data)
             return _DataTokenizer(file or path / TOKENIZER, tokenizer.end_of_text, tokenizer.begin_of_text)
         if not path.is_dir():

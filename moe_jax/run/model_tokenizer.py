@@ -8,7 +8,7 @@ from moe_jax.config.yaml_io import load_config
 from moe_jax.convert.source import is_imported, origin_of
 from moe_jax.data.sources import source_tokenizer, tokenizer_file
 from moe_jax.data.tokenizer import ByteTokenizer, Tokenizer, load_model_tokenizer, same_tokens
-from moe_jax.data.tokens import BPE_FILE, META_FILE, read_meta
+from moe_jax.data.tokens import BPE_FILE, META_FILE, is_text, read_meta
 from moe_jax.distributed.processes import is_main_process
 from moe_jax.errors import ConfigError, DataError
 from moe_jax.files.untrusted import read_json
@@ -51,7 +51,7 @@ def check_tokens(config: Config, new: bool) -> None:
         return
     text = "TEXT" if data.is_dir() else data
     cure = f"prepare a folder by scripts/prepare_text.py {text} FOLDER --tokenizer {found.parent}"
-    if config.data.mixture[0].is_text:
+    if is_text(data):
         cure = f"set data.tokenizer={found.parent}"
     if file is _BYTES:
         read = "holds bytes" if data.is_dir() else "is read as bytes"
@@ -77,7 +77,7 @@ def tokenizer_of_run(config: Config, run: Path) -> Tokenizer:
             )
         return tokenizer
     first = config.data.mixture[0]
-    origin = Path(config.data.tokenizer if first.is_text else first.path)
+    origin = Path(config.data.tokenizer if is_text(first.path) else first.path)
     if not origin.exists() or not (file := tokenizer_file(config.data)):
         return load_model_tokenizer(run)[1]
     if not same_tokens(file, own):

@@ -23,6 +23,7 @@ from moe_jax.data.loader import Batches, train_batches
 from moe_jax.data.mixture import Mixture
 from moe_jax.data.samples import Samples
 from moe_jax.data.sources import Tokens, open_tokens, source_tokenizer
+from moe_jax.data.tokens import is_text
 from moe_jax.distributed.processes import is_main_process, main_first, read_alike
 from moe_jax.errors import ConfigError
 from moe_jax.files.atomic import write_atomically
@@ -172,7 +173,7 @@ def _open_tokens(config: Config) -> tuple[Tokens, ...]:
     then find counted. Raises DataError.
     """
     data, vocab_size = config.data, config.model.vocab_size
-    if not any(source.is_text for source in data.mixture):
+    if not any(is_text(source.path) for source in data.mixture):
         return open_tokens(data, vocab_size)
     return main_first(lambda: open_tokens(data, vocab_size))
 

@@ -11,14 +11,17 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from moe_jax.config import Config, DataConfig
+from moe_jax.config import Config, DataConfig, TrainConfig
 from moe_jax.config.sections import DataSource
+from moe_jax.config.yaml_io import to_yaml
 from moe_jax.data import documents, encode, text_index
 from moe_jax.data.prepare import prepare_text
 from moe_jax.data.samples import Samples
 from moe_jax.data.sources import open_tokens, source_tokenizer, tokenizer_file
 from moe_jax.data.tokens import SPLITS
-from moe_jax.errors import DataError
+from moe_jax.errors import ConfigError, DataError
+from moe_jax.run.export_tokenizer import save_tokenizer
+from moe_jax.run.model_tokenizer import check_tokens, tokenizer_of_run
 
 WORDS = ["to", "be", "or", "not", "that", "is", "the", "question", "whether", "tis", "nobler", "in", "mind"]
 SEQ_LEN = 8
@@ -192,6 +195,15 @@ def test_a_text_among_nested_columns_is_found(tmp_path: Path, monkeypatch: pytes
     assert tokens.meta.train_tokens > 1000
 
 
+def test_a_prepared_folder_may_have_the_name_of_a_text(folder: Path, tmp_path: Path) -> None:
+    (folder / "bpe").rename(tmp_path / "bpe.jsonl")
+    data = data_of(tmp_path / "bpe.jsonl", text_key="text")
+    (tokens,) = open_tokens(data, 300)
+    assert isinstance(tokens.train, np.memmap)
+    assert tokenizer_file(data) == tmp_path / "bpe.jsonl" / "tokenizer.json"
+    (tmp_path / "bpe.jsonl").rename(folder / "bpe")
+
+
 def test_a_text_has_the_tokenizer_that_encodes_it(folder: Path) -> None:
     data = data_of(folder / "text.jsonl", tokenizer=str(folder / "bpe"))
     assert tokenizer_file(data) == folder / "bpe" / "tokenizer.json"
@@ -200,3 +212,26 @@ def test_a_text_has_the_tokenizer_that_encodes_it(folder: Path) -> None:
     sources = (DataSource(path=str(folder / "bpe"), weight=1), DataSource(path=str(folder / "text.jsonl"), weight=1))
     mixed = Config(data=DataConfig(path=None, sources=sources, tokenizer=str(folder / "bpe"))).data
     assert tokenizer_file(mixed, 0) == tokenizer_file(mixed, 1)
+
+
+def test_a_run_keeps_the_tokenizer_of_its_text_and_begins_with_no_other(folder: Path, tmp_path: Path) -> None:
+    prepare_text(folder / "text.jsonl", folder / "other", tokenizer="bpe", vocab_size=290, text_key="body")
+    run, text = tmp_path / "run", folder / "text.jsonl"
+    config = Config(data=data_of(text, tokenizer=str(folder / "bpe")))
+    run.mkdir()
+    assert tokenizer_of_run(config, run).vocab_size == 300, "that of the text"
+    save_tokenizer(config, run)
+    (run / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    assert (run / "tokenizer.json").read_bytes() == (folder / "bpe" / "tokenizer.json").read_bytes()
+    gone = Config(data=data_of(text, tokenizer=str(folder / "gone")))
+    assert tokenizer_of_run(gone, run).vocab_size == 300, "its own"
+    begun = TrainConfig(init_from=str(run))
+    check_tokens(dataclasses.replace(config, train=begun), new=True)
+    with pytest.raises(ConfigError) as refused:
+        check_tokens(Config(train=begun, data=data_of(text, tokenizer=str(folder / "other"))), new=True)
+    assert str(refused.value) == (
+        f"data.path={text} has tokens of another tokenizer than {run}/tokenizer.json, that of train.init_from={run}: "
+        f"set data.tokenizer={run}"
+    )
+    with pytest.raises(ConfigError, match=rf"^data.path={text} is read as bytes, and .*: set data.tokenizer={run}$"):
+        check_tokens(Config(train=begun, data=data_of(text)), new=True)
