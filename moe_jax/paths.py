@@ -6,11 +6,14 @@ import re
 # settings that name a file or a folder, and those of them that may name one in a bucket
 SETTINGS = frozenset(
     {
-        *("data.path", "train.init_from", "log.dir", "checkpoint.safety_copies_dir"),
+        *("data.path", "data.tokenizer", "train.init_from", "log.dir", "checkpoint.safety_copies_dir"),
         *("schedule.task_times", "tune.cache", "plan.cluster"),
     }
 )
 BUCKET_SETTINGS = SETTINGS - {"checkpoint.safety_copies_dir", "tune.cache"}
+# lists of settings, and the key of each item that names a file or a folder, also in a bucket
+_IN_LISTS = {"data.sources": "path"}
+_IN_LIST = re.compile(r"(.+)\[\d+\]\.(\w+)")  # data.sources[0].path
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _BUCKET_URL = re.compile(r"(?:gs|s3)://(?P<bucket>[^/]*)(?:/(?P<path>.*))?", re.DOTALL)
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")  # by the rules of both stores
@@ -19,6 +22,17 @@ _PATTERNS = "*?[]\\"  # characters that orbax and tensorstore read as patterns
 
 # The folders and files on this machine that are copies of URLs, by their absolute paths: messages name the URLs.
 COPIES: dict[str, str] = {}
+
+
+def names_path(setting: str) -> bool:
+    """Return whether a setting, such as log.dir or data.sources[0].path, names a file or a folder."""
+    item = _IN_LIST.fullmatch(setting)
+    return setting in SETTINGS or (item is not None and _IN_LISTS.get(item[1]) == item[2])
+
+
+def names_bucket(setting: str) -> bool:
+    """Return whether what a setting names may be in a bucket."""
+    return names_path(setting) and setting not in SETTINGS - BUCKET_SETTINGS
 
 
 def plain_path(text: str, buckets: bool = False) -> str:

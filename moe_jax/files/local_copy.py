@@ -28,7 +28,7 @@ LOCK = "lock"  # neither is this file
 _AT_A_TIME = 8  # files
 _UNFINISHED = ".part"
 _LARGE = (".safetensors", ".bin")  # files of models and of prepared data
-_TEXT = ".txt"  # a text as data; in the folder of a model these are small
+_TEXTS = (".txt", ".jsonl", ".parquet")  # texts as data; in the folder of a model .txt files are small
 _KEPT = "generations.json"  # of the objects in a folder of the cache
 
 Stamps = dict[str, tuple[int, int]]  # time of modification in ns and size of each file, by name
@@ -101,7 +101,7 @@ def local_outline(path: str | Path) -> Path:
     if not is_bucket_url(url):
         return Path(path)
     if url not in _copies and url not in _outlines:
-        outline = _new(url, (_TEXT,) if url.endswith(_TEXT) else _LARGE)
+        outline = _new(url, _TEXTS if url.endswith(_TEXTS) else _LARGE)
         outline.download()
         _outlines[url] = outline
     return (_copies.get(url) or _outlines[url]).path

@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_jax.config import Config
-from moe_jax.data.tokenizer import Tokenizer, load_tokenizer
+from moe_jax.data.sources import source_tokenizer
+from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.errors import ConfigError
 from moe_jax.files.atomic import write_atomically
-from moe_jax.files.local_copy import local_data
 from moe_jax.models.sampling import Sampling
 from moe_jax.run.generation import Decoder, Generation
 from moe_jax.run.text_stream import continuation, printable
@@ -66,7 +66,7 @@ def write_sample(config: Config, params: Any, run: Path) -> str:
 
     The prompt and the number of tokens are `log.sample_prompt` and `log.sample_tokens`.
     """
-    log, tokenizer, seed = config.log, load_tokenizer(local_data(config.data.path)), config.train.seed
+    log, tokenizer, seed = config.log, source_tokenizer(config.data), config.train.seed
     text = sample_text(config, params, tokenizer, log.sample_prompt, log.sample_tokens, temperature=0.8, seed=seed)
     write_atomically(run / "sample.txt", text)
     return text

@@ -2,13 +2,13 @@
 
 from moe_jax.config.sections import Sections
 from moe_jax.errors import ConfigError
-from moe_jax.paths import BUCKET_SETTINGS, SETTINGS, plain_path
+from moe_jax.paths import SETTINGS, names_bucket, plain_path
 
 
 def plain_setting(name: str, path: str) -> str:
     """Return a setting's path with `~` and environment variables replaced. Raises ConfigError."""
     try:
-        return plain_path(path, buckets=name in BUCKET_SETTINGS)
+        return plain_path(path, buckets=names_bucket(name))
     except ValueError as error:
         raise ConfigError(f"{name}={path} {error}") from None
 
@@ -19,6 +19,11 @@ _NAMES = tuple((name, *name.split(".")) for name in sorted(SETTINGS))
 def check_paths(config: Sections) -> None:
     """Raise ConfigError for a path with `~` or a variable, which a config made in Python may contain."""
     for name, section, key in _NAMES:
-        path = getattr(getattr(config, section), key)
-        if path is not None and (plain := plain_setting(name, path)) != path:
-            raise ConfigError(f"{name}={path} is not replaced here: write {plain}")
+        _check_path(name, getattr(getattr(config, section), key))
+    for number, source in enumerate(config.data.sources):
+        _check_path(f"data.sources[{number}].path", source.path)
+
+
+def _check_path(name: str, path: str | None) -> None:
+    if path is not None and (plain := plain_setting(name, path)) != path:
+        raise ConfigError(f"{name}={path} is not replaced here: write {plain}")
