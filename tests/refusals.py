@@ -100,9 +100,9 @@ REFUSED = {
                 "data.sources[0] and data.sources[1] both have the name a in metrics: set data.sources[1].name",
             ),
             (
-                '{"path":"s3://x","weight":1}',
-                "data.sources[0].path=s3://x is a URL, and only folders and files of this "
-                "machine (or mounted there) are read and written: name one",
+                '{"path":"ftp://x/y","weight":1}',
+                "data.sources[0].path=ftp://x/y is a URL, and only gs://BUCKET/NAME, s3://BUCKET/NAME and paths on "
+                "this machine (or mounted there) are read and written: name one",
             ),
         )
     },

@@ -124,6 +124,8 @@ def test_paths_of_sources_are_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(overrides=["data.sources=[{path: ~/a, weight: 1}, {path: b, weight: 1, name: ~c}]"])
     assert [source.path for source in config.data.sources] == ["/home/me/a", "b"]
     assert [source.label for source in config.data.sources] == ["a", "~c"]
+    in_bucket = load_config(overrides=["data.sources=[{path: gs://bucket/a/, weight: 1}]"])
+    assert [source.path for source in in_bucket.data.sources] == ["gs://bucket/a"]
     with pytest.raises(ConfigError, match=r"^data.sources\[0\].path=~/a is not replaced here: write /home/me/a$"):
         Config(data=DataConfig(sources=(DataSource(path="~/a", weight=1),)))
 
