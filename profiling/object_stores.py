@@ -11,6 +11,7 @@ answers off. That of s3:// is moto's server (pip install 'moto[server]'), withou
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -34,7 +35,8 @@ from tests.gcs_server import BUCKET, Server, serving
 FAULTS = {"unavailable": 0.01, "cut": 0.01, "slow": 0.01}  # shares of requests
 STEPS, EVERY = 2000, 100
 _PORT = 5577  # of moto's server
-_LONGEST_S = 3.0  # after its first step, a process is killed
+_MORE_STEPS = 100, 400  # a process is killed after so many of its own
+_LONGEST_S = 0.5  # and up to so much later
 _CONFIG = f"""
 model:
   hidden_size: 16
@@ -91,7 +93,7 @@ def _killed(work: Path, url: str, kills: int, expected: Any, server: Server | No
     while len(outputs) < kills:
         process = _train(work, url)
         assert process.stdout is not None
-        begun = "".join(_until_first_step(process.stdout))
+        begun = "".join(_until_trained(process.stdout, rng.randrange(*_MORE_STEPS)))
         time.sleep(rng.uniform(0, _LONGEST_S))
         process.kill()
         outputs.append(_ended(process, begun))
@@ -116,12 +118,15 @@ def _killed(work: Path, url: str, kills: int, expected: Any, server: Server | No
     } | ({"faults": dict(server.made)} if server else {})
 
 
-def _until_first_step(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines that a run prints until it has trained its first step."""
+def _until_trained(lines: Iterable[str], count: int) -> Iterator[str]:
+    """Yield the lines that a run prints until it has trained so many steps."""
+    first: int | None = None
     for line in lines:
         yield line
-        if line.startswith("step"):
-            return
+        if match := re.match(r"step +(\d+)/", line):
+            first = int(match[1]) if first is None else first
+            if int(match[1]) >= first + count:
+                return
 
 
 def _outcome(read: Any) -> tuple[list[tuple[int, float]], Any]:
