@@ -28,9 +28,9 @@ from moe_jax.schedule.actions import is_param_gather
 _CONFIG = "configs/bench/fine_grained.yaml"
 _LOOP = ["model.num_layers=6", "schedule.unroll=1", "schedule.bucket_cap_mb=16"]
 _STAGES = {
-    "0": ["optimizer.zero=0"],
     "3": ["optimizer.zero=3"],
     "3, block": ["optimizer.zero=3", "schedule.param_gather=block"],
+    "0": ["optimizer.zero=0"],
     "1": ["optimizer.zero=1"],
 }
 
