@@ -6,13 +6,22 @@ import re
 # settings that name a file or a folder
 SETTINGS = frozenset(
     {
-        *("data.path", "train.init_from", "log.dir", "checkpoint.safety_copies_dir"),
+        *("data.path", "data.tokenizer", "train.init_from", "log.dir", "checkpoint.safety_copies_dir"),
         *("schedule.task_times", "tune.cache", "plan.cluster"),
     }
 )
+# lists of settings, and the key of each item that names a file or a folder
+_IN_LISTS = {"data.sources": "path"}
+_IN_LIST = re.compile(r"(.+)\[\d+\]\.(\w+)")  # data.sources[0].path
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 _PATTERNS = "*?[]\\"  # characters that orbax and tensorstore read as patterns
+
+
+def names_path(setting: str) -> bool:
+    """Return whether a setting, such as log.dir or data.sources[0].path, names a file or a folder."""
+    item = _IN_LIST.fullmatch(setting)
+    return setting in SETTINGS or (item is not None and _IN_LISTS.get(item[1]) == item[2])
 
 
 def plain_path(text: str) -> str:

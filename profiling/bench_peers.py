@@ -66,7 +66,7 @@ def main() -> None:
 def ours(config: Config) -> Peer:
     """Return our training command, as a user starts it."""
     root = Path(__file__).parents[1]
-    settings = [f"train.steps={config.train.steps}", "log.dir=run", f"data.path={root / config.data.path}"]
+    settings = [f"train.steps={config.train.steps}", "log.dir=run", f"data.path={root / config.data.mixture[0].path}"]
     command = [sys.executable, "-m", "moe_jax.train", "--config", str(root / CONFIG), *settings]
     return Peer(command, {"PYTHONPATH": str(root)}, "run/metrics.jsonl", '"step_s"')
 

@@ -37,7 +37,8 @@ RESULT = RESULTS / "docs_commands.json"
 READERS_OWN = {
     "data.md": "mkdir -p my_texts && cp configs/text/shakespeare.txt my.txt && cp my.txt my_texts/ && "
     'for n in $(seq 8000); do echo "{\\"prompt\\": \\"$n + 1 = \\", \\"completion\\": \\"$((n + 1))\\"}"; done '
-    "> chats.jsonl",
+    "> chats.jsonl && python -c \"import json; texts = open('my.txt').read().split('\\n\\n'); "
+    "print('\\n'.join(json.dumps({'text': text}) for text in texts))\" > corpus.jsonl",
     "generate.md": """echo '{"prompt": "ROMEO:"}' > prompts.jsonl""",
     "convert.md": "mkdir -p models && cp -r tests/golden/olmoe models/olmoe",
 }

@@ -104,10 +104,18 @@ MUTATIONS = (
     Mutation(
         "padding_in_the_z_loss",
         "models/head.py",
-        "jnp.where(is_left_out_c, 0, lse_c) if z_weight",
-        "lse_c if z_weight",
+        "jnp.where(is_left_out_c, 0, lse_c) if form.z_loss_multiplier",
+        "lse_c if form.z_loss_multiplier",
         "what fills the last chunk of tokens counts in the z-loss",
         ["tests/models/test_head.py"],
+    ),
+    Mutation(
+        "sources_in_the_logits",
+        "models/head.py",
+        "jnp.where(target_c == NO_TARGET, NO_TARGET, target_c % SOURCE_STEP)",
+        "target_c",
+        "with a mixture, targets of all sources but the first are tokens of no vocabulary",
+        ["tests/models/test_head.py", "-k", "source"],
     ),
     Mutation(
         "sampling_drops_tokens",
@@ -876,7 +884,7 @@ MUTATIONS = (
     ),
     Mutation(
         "validation_on_training_text",
-        "data/tokens.py",
+        "data/sources.py",
         "train, validation = text[:num_train], text[num_train:]",
         "train, validation = text[:num_train], text[:num_train]",
         "the validation loss is that of the training text",
@@ -893,10 +901,18 @@ MUTATIONS = (
     Mutation(
         "all_processes_read_the_same",
         "data/loader.py",
-        "samples = [order[batch * batch_size + row] for row in local]",
-        "samples = [order[batch * batch_size + row] for row in range(len(local))]",
+        "_read_places(sources, orders, Places(source_B[local], number_B[local]))",
+        "_read_places(sources, orders, Places(source_B[: len(local)], number_B[: len(local)]))",
         "all processes train on the first one's rows",
         ["tests/data/test_loader.py"],
+    ),
+    Mutation(
+        "weights_one_step_late",
+        "data/mixture.py",
+        "changes = ((step - 1, tuple(",
+        "changes = ((step - (step == 1), tuple(",
+        "the weights of sources change one step late",
+        ["tests/data/test_mixture.py"],
     ),
     Mutation(
         "batch_skipped",
@@ -1262,9 +1278,9 @@ MUTATIONS = (
     ),
     Mutation(
         "capacities_in_any_order",
-        "config/validate/gate.py",
-        "            or pair[0] <= last\n",
-        "",
+        "config/validate/ranges.py",
+        "last < pair[0] <= ANY",
+        "0 < pair[0] <= ANY",
         "a schedule of capacities whose steps go back is accepted",
         ["tests/test_config.py"],
     ),

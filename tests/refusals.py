@@ -63,6 +63,49 @@ REFUSED = {
     "optimizer.final_fraction=1.5": "optimizer.final_fraction=1.5 must be at most 1",
     "data.validation_fraction=1": "data.validation_fraction=1.0 must lie between 0 and 1",
     "data.path=": "data.path is empty: name a .txt file or a prepared folder",
+    "data.tokenizer=": "data.tokenizer is empty: use bytes, or name a folder with a tokenizer.json",
+    "data.text_key=": "data.text_key is empty: name the field or column with the text",
+    "data.path=null": (
+        "data.path=null and data.sources=[] name no text: name a .txt file or a prepared folder by data.path"
+    ),
+    'data.path=x.txt data.sources=[{"path":"a","weight":1}]': (
+        "data.path=x.txt and data.sources are both set: use data.path=null to train on the sources, or "
+        "data.sources=[] to train on the path"
+    ),
+    **{
+        f"data.sources=[{given}]": message
+        for given, message in (
+            ('{"path":"a"}', "data.sources[0] has no weight: set it, as in {weight: …}"),
+            ('{"weight":1}', "data.sources[0] has no path: set it, as in {path: …}"),
+            ("a", "data.sources[0]='a' must be a section with keys path, weight, weight_schedule, name"),
+            ('{"path":"","weight":1}', "data.sources[0].path is empty: name a .txt file or a prepared folder"),
+            (
+                '{"path":"a","weight":1,"name":""}',
+                "data.sources[0].name is empty: give it a name for metrics, or null",
+            ),
+            ('{"path":"a","weight":-1}', "data.sources[0].weight=-1.0 must be at least 0"),
+            ('{"path":"a","weight":.inf}', "data.sources[0].weight=inf must be a finite number"),
+            ('{"path":"a","weight":0}', "data.sources has no weight above 0 in step 1: set that of a source"),
+            (
+                '{"path":"a","weight":1,"weight_schedule":[[9,0]]}',
+                "data.sources has no weight above 0 in step 9: set that of a source",
+            ),
+            (
+                '{"path":"a","weight":1,"weight_schedule":[[5,-2]]}',
+                "data.sources[0].weight_schedule=[[5.0, -2.0]] has [5.0, -2.0]: use pairs of a step, from 1 on and "
+                "growing, and a weight from 0 up to 1000000, as in [[1000, 0.5], [5000, 2]]",
+            ),
+            (
+                '{"path":"x/a.txt","weight":1},{"path":"y/a","weight":1}',
+                "data.sources[0] and data.sources[1] both have the name a in metrics: set data.sources[1].name",
+            ),
+            (
+                '{"path":"s3://x","weight":1}',
+                "data.sources[0].path=s3://x is a URL, and only folders and files of this "
+                "machine (or mounted there) are read and written: name one",
+            ),
+        )
+    },
     "checkpoint.safety_copies_dir=": "checkpoint.safety_copies_dir is empty: name a folder in memory, e.g. /dev/shm",
     "checkpoint.safety_copies_every=2 checkpoint.resume=false": (
         "checkpoint.safety_copies_every=2 makes copies to resume from, which checkpoint.resume=false refuses: use "

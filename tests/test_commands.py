@@ -18,7 +18,8 @@ from moe_jax.cli import generate
 from moe_jax.cli import train as training
 from moe_jax.config.yaml_io import load_config
 from moe_jax.data.loader import validation_batches
-from moe_jax.data.tokens import open_tokens
+from moe_jax.data.samples import Samples
+from moe_jax.data.sources import open_tokens
 from moe_jax.models.parameters import param_shapes
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.run.generation import one_device_mesh
@@ -138,9 +139,9 @@ def test_a_dry_run_tells_the_facts_and_writes_nothing(output, folder):
 def test_validation_loss_is_the_mean_cross_entropy_of_the_reference(output):
     """Without the auxiliary losses, and on batches of the text that training never sees."""
     config = load_config("run")
+    (tokens,) = open_tokens(config.data, config.model.vocab_size)
     batches = validation_batches(
-        open_tokens(config.data, config.model.vocab_size).validation,
-        seq_len=config.data.seq_len,
+        Samples.of(tokens, "validation", config.data),
         batch_size=config.train.batch_size,
         num_batches=config.train.eval_batches,
         rows=[range(config.train.batch_size)],

@@ -21,6 +21,7 @@ from moe_jax.config import (
     TrainConfig,
 )
 from moe_jax.config.renamed import RENAMED
+from moe_jax.config.sections import DataSource
 from moe_jax.config.validate import setting
 from moe_jax.config.yaml_io import config_from, load_config, load_draft, setting_names, to_yaml
 from moe_jax.errors import ConfigError
@@ -43,6 +44,15 @@ CONFIGS = {
         optimizer=OptimizerConfig(learning_rate=3e-4, eps=1e-20, clip_norm=None, schedule="constant"),
     ),
     "scheduled": Config(model=ModelConfig(moe=MoEConfig(capacity_schedule=((10.0, 1.5), (20.0, 1.0))))),
+    "mixture": Config(
+        data=DataConfig(
+            path=None,
+            sources=(
+                DataSource(path="a.txt", weight=1.0, name="web"),
+                DataSource(path="b", weight=0.0, weight_schedule=((10.0, 0.5), (20.0, 2.0))),
+            ),
+        )
+    ),
     "long": Config(train=TrainConfig(steps=2**31 - 1, seed=2**31 - 1), data=DataConfig(validation_fraction=1 / 3)),
 }
 
@@ -61,6 +71,8 @@ def test_a_config_survives_its_file(config: Config, tmp_path: Path) -> None:
 
 
 def _plain(value: object) -> str:
+    if isinstance(value, tuple):
+        value = tuple(dataclasses.asdict(each) if isinstance(each, DataSource) else each for each in value)
     return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
 
 
@@ -119,7 +131,7 @@ def candidates(name: str) -> Iterator[Any]:
 FIXED = {
     *("schedule.bucket_cap_mb", "schedule.microbatches", "schedule.expert_chunks", "schedule.virtual_stages"),
     *("schedule.pipeline", "schedule.head_blocks", "schedule.param_gather", "mesh.experts_over_context"),
-    "log.trace_step",
+    *("log.trace_step", "data.sources"),
     *("tune.over", "migration.enabled", "model.moe.capacity_schedule", "train.skip_spikes"),
     *("model.latent.q_lora_rank", "model.attention.full_every", "model.qk_norm_after_rope"),
     *(f"optimizer.{name}" for name in ("decay_fraction", "groups", "momentum")),

@@ -173,6 +173,16 @@ def test_run_without_validation_has_its_training_curve(tmp_path: Path) -> None:
     assert "Best validation loss" not in page.texts["th"]
 
 
+def test_each_source_of_a_mixture_has_its_validation_curve(tmp_path: Path) -> None:
+    run, without = make_run(tmp_path / "a"), make_run(tmp_path / "b")
+    with (run / "metrics.jsonl").open("a", encoding="utf-8") as records:
+        for step, loss in ((40, 2.5), (60, 2.25)):
+            record = {"step": step, "validation_loss": 2, "validation_loss/web": loss, "tokens": step}
+            records.write(json.dumps(record) + "\n")
+    lines = [write_report(each).read_text(encoding="utf-8").count("stroke-dasharray: 1.3") for each in (run, without)]
+    assert lines[0] > lines[1]
+
+
 def test_run_of_one_record_has_all_its_plots(tmp_path: Path) -> None:
     page = Page(write_report(make_run(tmp_path, steps=1)))
     assert page.texts["h2"] == SECTIONS[:6]

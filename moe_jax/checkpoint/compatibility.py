@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_jax.config import Config
+from moe_jax.config import Config, DataConfig
 from moe_jax.config.gates import gate_parameters
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.renamed import with_new_names
@@ -28,10 +28,11 @@ _FREE = {
 }
 
 
-def check_same_run(config: Config, run: Path, ignore_data_order: bool = False) -> None:
+def check_same_run(config: Config, run: Path, ignore_data_order: bool = False, step: int | None = None) -> None:
     """Raise CheckpointError unless the run's saved config has the same model and order of the data as this config.
 
-    `ignore_data_order` is for readers of parameters, which need only the same model.
+    `ignore_data_order` is for readers of parameters, which need only the same model. With `step`, from which the run
+    resumes, the weights of sources may differ in later steps.
     """
     try:
         saved = load_config(run)
@@ -40,6 +41,8 @@ def check_same_run(config: Config, run: Path, ignore_data_order: bool = False) -
             f"log.dir={run} has checkpoints, but not the config of their model ({error}): use another log.dir"
         ) from None
     _check_same(config, saved, run, _MODEL if ignore_data_order else _FIXED)
+    if not ignore_data_order:
+        _check_mixture(config.data, saved.data, run, step)
 
 
 def check_same_model(config: Config, saved: Mapping[str, Any], run: Path, step: int) -> None:
@@ -55,6 +58,7 @@ def check_same_model(config: Config, saved: Mapping[str, Any], run: Path, step: 
             "use that version, or another log.dir"
         ) from None
     _check_same(config, made_with, run, _FIXED)
+    _check_mixture(config.data, made_with.data, run, step)
 
 
 def _check_same(config: Config, saved: Config, run: Path, fixed: tuple[str, ...]) -> None:
@@ -75,6 +79,33 @@ def _check_same(config: Config, saved: Config, run: Path, fixed: tuple[str, ...]
             f"{here}, but the checkpoints in log.dir={run} hold blocks in the order of {there}: "
             f"use {there}, or another log.dir"
         )
+
+
+def _check_mixture(data: DataConfig, saved: DataConfig, run: Path, step: int | None) -> None:
+    """Raise CheckpointError unless both configs have the same weights of sources in all steps up to `step`, or in all
+    steps. What the sources contain is compared by checksums (run/identity.py).
+    """
+    here, there = len(data.mixture), len(saved.mixture)
+    if here != there:
+        raise CheckpointError(
+            f"data.sources has {_number(data)}, but the checkpoints in log.dir={run} were trained on {_number(saved)}: "
+            "use the same ones, or another log.dir"
+        )
+    if here == 1:  # its weight has no effect
+        return
+    for first in sorted({*data.weight_steps, *saved.weight_steps}):
+        own, trained = ([source.weight_at(first) for source in each.mixture] for each in (data, saved))
+        if own != trained and (step is None or first <= step):
+            later = "" if step is None else f" (a weight_schedule may change them from step {step + 1} on)"
+            raise CheckpointError(
+                f"data.sources has weights {own} in step {first}, but the checkpoints in log.dir={run} were trained "
+                f"with {trained}: use these weights{later}, or another log.dir"
+            )
+
+
+def _number(data: DataConfig) -> str:
+    """The number of sources in words."""
+    return f"{len(data.sources)} sources" if len(data.sources) > 1 else "one source"
 
 
 def _stages_text(config: Config) -> str:

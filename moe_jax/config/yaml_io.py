@@ -21,7 +21,7 @@ from moe_jax.config.validate import plain_setting
 from moe_jax.config.yaml_reader import Dumper, parse_yaml
 from moe_jax.errors import ConfigError, parse_path
 from moe_jax.files.untrusted import read_text
-from moe_jax.paths import SETTINGS
+from moe_jax.paths import names_path
 
 _MOST_BYTES = 2**20  # the most bytes of a config file
 _MOST_SHOWN = 200  # the most characters of a value in a message
@@ -191,7 +191,7 @@ def _value(name: str, value: Any, hint: Any) -> Any:
                 f"{name}={_shown(value)} has the character U+{ord(strange[0]):04X}, which no text or name of a file "
                 "has: use it without"
             )
-        return plain_setting(name, value) if name in SETTINGS else value
+        return plain_setting(name, value) if names_path(name) else value
     _refuse_auto(name, value)
     expected = {
         int: "a whole number",

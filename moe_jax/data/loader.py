@@ -1,6 +1,6 @@
 """Batches of token sequences. grain shuffles them; each process reads only its own rows of a global batch.
 
-N is the number of tokens in a sequence. A sample has N + 1 tokens: its first N are the inputs, its last N the targets.
+N is the number of tokens in a sequence; a row of a batch has N + 1 tokens.
 """
 
 import itertools
@@ -11,8 +11,9 @@ import grain
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_jax.data.chunk_checksums import ChunkChecksums
-from moe_jax.data.token_marks import mark_documents
+from moe_jax.data.mixture import Mixture, Places
+from moe_jax.data.samples import Samples
+from moe_jax.data.token_marks import mark_sources
 from moe_jax.errors import DataError
 
 Batches = grain.DatasetIterator[NDArray[np.int32]]
@@ -21,37 +22,27 @@ _THREADS = 2  # for prefetching: one computes indices while the other waits for 
 
 
 def train_batches(
-    tokens: NDArray[np.integer],
-    *,
-    seq_len: int,
-    batch_size: int,
-    seed: int,
-    rows: Sequence[range],
-    prefetch: int,
-    chunks: ChunkChecksums | None = None,
-    end_of_text: int | None = None,
-    is_packed: bool = False,
+    sources: Sequence[Samples], mixture: Mixture, *, rows: Sequence[range], prefetch: int, marks_sources: bool = False
 ) -> Batches:
     """An infinite iterator of shuffled batches: int32 arrays [total length of `rows`, N + 1].
 
-    `tokens` are 1-D; `rows` are this process's rows of a global batch of `batch_size`; `prefetch` batches are read
-    ahead in the background. Every epoch contains each sample once, in an order of its own; a batch may span two epochs.
-    With `chunks`, a sample with damaged tokens is replaced by the next intact one, and DataError is raised if too many
-    chunks are damaged. With `end_of_text`, the token after each one is marked as the first of a document
-    (data/token_marks.py). With `is_packed`, the tokens are samples of N + 1 tokens with marks. Batch b depends only on
-    (tokens, seq_len, batch_size, seed, b). The iterator's state, for `get_state()` and `set_state()`, is
-    `{"next_index": b}`, so a run may resume with another number of processes.
+    `rows` are this process's rows of a global batch; `prefetch` batches are read ahead in the background. Every epoch
+    of a source contains each of its samples once, in an order of its own; a batch may span two epochs. With
+    `marks_sources` tokens are marked with their source (data/token_marks.py). Batch b depends only on (sources,
+    mixture, b). The iterator's state, for `get_state()` and `set_state()`, is `{"next_index": b}`, so a run may resume
+    with another number of processes.
     """
-    tokens = np.asarray(tokens)  # slicing a memmap costs ten times as much as slicing an array
-    stride = _stride(seq_len, is_packed)
-    order = _order(tokens, seq_len, stride, seed)
+    orders = _orders(sources, mixture.seed)
     local = list(itertools.chain(*rows))
 
     def read(batch: int) -> NDArray[np.int32]:
-        samples = [order[batch * batch_size + row] for row in local]
-        return _read_samples(tokens, samples, seq_len, stride, chunks, end_of_text)
+        source_B, number_B = mixture.places(batch)
+        token_BN1 = _read_places(sources, orders, Places(source_B[local], number_B[local]))
+        if marks_sources:
+            mark_sources(token_BN1, source_B[local])
+        return token_BN1
 
-    batches = grain.MapDataset.range(sys.maxsize // batch_size).map(read)
+    batches = grain.MapDataset.range(sys.maxsize // mixture.batch_size).map(read)
     options = grain.ReadOptions(num_threads=min(_THREADS, prefetch), prefetch_buffer_size=prefetch)
     return iter(batches.to_iter_dataset(options))
 
@@ -66,96 +57,56 @@ def check_next_batch(batches: grain.DatasetIterator[NDArray[np.int32]]) -> None:
     batches.set_state(here)
 
 
-def sample_indices(
-    tokens: NDArray[np.integer], seq_len: int, batch_size: int, seed: int, batch: int, is_packed: bool = False
-) -> list[int]:
-    """The indices of the samples in the rows of batch number `batch`.
+def batch_samples(sources: Sequence[Samples], mixture: Mixture, batch: int) -> list[tuple[int, int]]:
+    """The source and the number of the sample in each row of batch number `batch`.
 
-    Sample n begins at token n · seq_len, or n · (seq_len + 1) of packed samples.
+    Sample n begins at token n · N, or n · (N + 1) of packed samples.
     """
-    order = _order(tokens, seq_len, _stride(seq_len, is_packed), seed)
-    return [int(order[batch * batch_size + row]) for row in range(batch_size)]
+    orders, (source_B, number_B) = _orders(sources, mixture.seed), mixture.places(batch)
+    rows = zip(source_B.tolist(), number_B.tolist(), strict=True)
+    return [(source, int(orders[source][number])) for source, number in rows]
 
 
-def _stride(seq_len: int, is_packed: bool) -> int:
-    """The number of tokens from the beginning of a sample to that of the next."""
-    return seq_len + 1 if is_packed else seq_len
-
-
-def _num_samples(num_tokens: int, seq_len: int, stride: int) -> int:
-    return (num_tokens - seq_len - 1) // stride + 1
-
-
-def _order(tokens: NDArray[np.integer], seq_len: int, stride: int, seed: int) -> grain.MapDataset[int]:
-    """Sample indices of all epochs, one epoch after another."""
+def _orders(sources: Sequence[Samples], seed: int) -> list[grain.MapDataset[int]]:
+    """For each source, its sample numbers in all epochs, one epoch after another."""
     # grain adds the epoch to the seed. The seed is hashed first, so that seed 1 does not begin with seed 0's epoch 2.
-    grain_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-    return grain.MapDataset.range(_num_samples(len(tokens), seq_len, stride)).shuffle(grain_seed).repeat()
+    seeds = np.random.SeedSequence(seed).generate_state(len(sources))
+    return [
+        grain.MapDataset.range(len(samples)).shuffle(int(of_source)).repeat()
+        for samples, of_source in zip(sources, seeds, strict=True)
+    ]
+
+
+def _read_places(
+    sources: Sequence[Samples], orders: Sequence[grain.MapDataset[int]], places: Places
+) -> NDArray[np.int32]:
+    """The tokens at B places of a mixture [B, N + 1]. Raises DataError."""
+    out = np.empty((len(places.source_B), sources[0].seq_len + 1), np.int32)
+    for source, (samples, order) in enumerate(zip(sources, orders, strict=True)):
+        is_own_B = places.source_B == source
+        out[is_own_B] = samples.read([order[number] for number in places.number_B[is_own_B].tolist()])
+    return out
 
 
 def validation_batches(
-    tokens: NDArray[np.integer],
-    *,
-    seq_len: int,
-    batch_size: int,
-    num_batches: int,
-    rows: Sequence[range],
-    chunks: ChunkChecksums | None = None,
-    end_of_text: int | None = None,
-    is_packed: bool = False,
+    samples: Samples, *, batch_size: int, num_batches: int, rows: Sequence[range]
 ) -> list[NDArray[np.int32]]:
-    """Fixed validation batches: int32 arrays [total length of `rows`, N + 1], spread evenly over the 1-D `tokens`.
+    """Fixed validation batches: int32 arrays [total length of `rows`, N + 1], spread evenly over the samples.
 
-    Every call returns the same ones, with marks as in `train_batches`. There are `num_batches`, or fewer if the tokens
-    do not fill that many without repetition. Raises DataError if they do not fill one.
+    Every call returns the same ones. There are `num_batches`, or fewer if the samples do not fill that many without
+    repetition. Raises DataError if they do not fill one.
     """
-    stride = _stride(seq_len, is_packed)
-    num_samples = _num_samples(len(tokens), seq_len, stride)
-    num_batches = min(num_batches, num_samples // batch_size)
+    num_batches = min(num_batches, len(samples) // batch_size)
     if num_batches == 0:
+        of_source = f"{samples.name}: " if samples.name else ""
         raise DataError(
-            f"the validation text holds {num_samples} sequences of data.seq_len={seq_len} tokens, fewer than one batch "
-            f"of train.batch_size={batch_size}: use a smaller train.batch_size or data.seq_len, "
+            f"{of_source}the validation text holds {len(samples)} sequences of data.seq_len={samples.seq_len} tokens, "
+            f"fewer than one batch of train.batch_size={batch_size}: use a smaller train.batch_size or data.seq_len, "
             "or a larger data.validation_fraction (of a prepared folder: --validation-fraction)"
         )
     used = num_batches * batch_size
     local = list(itertools.chain(*rows))
-    batches = []
-    for batch in range(num_batches):
-        samples = [(batch * batch_size + row) * num_samples // used for row in local]
-        batches.append(_read_samples(np.asarray(tokens), samples, seq_len, stride, chunks, end_of_text))
-    return batches
-
-
-def _read_samples(
-    tokens: NDArray[np.integer],
-    samples: Sequence[int],
-    seq_len: int,
-    stride: int,
-    chunks: ChunkChecksums | None,
-    end_of_text: int | None,
-) -> NDArray[np.int32]:
-    """The tokens of some samples [S, N + 1], damaged ones replaced if there are `chunks`. Raises DataError.
-
-    With `end_of_text`, documents are marked.
-    """
-    out = np.empty((len(samples), seq_len + 1), np.int32)
-    for row, sample in zip(out, samples, strict=True):
-        start = sample * stride if chunks is None else _first_intact(chunks, sample, seq_len, stride, len(tokens))
-        row[:] = tokens[start : start + seq_len + 1]
-    if end_of_text is not None:
-        mark_documents(out, end_of_text)
-    return out
-
-
-def _first_intact(chunks: ChunkChecksums, sample: int, seq_len: int, stride: int, num_tokens: int) -> int:
-    """The first token of the first intact sample at or after `sample`, wrapping around at the end of the tokens.
-
-    Raises DataError if no sample is intact.
-    """
-    num_samples = _num_samples(num_tokens, seq_len, stride)
-    for other in range(sample, sample + num_samples):
-        start = other % num_samples * stride
-        if chunks.is_intact(start, start + seq_len + 1):
-            return start
-    raise DataError("no sequence is whole: data.damaged_chunks allows too much")
+    return [
+        samples.read([(batch * batch_size + row) * len(samples) // used for row in local])
+        for batch in range(num_batches)
+    ]

@@ -16,6 +16,8 @@ import numpy as np
 from tqdm import tqdm
 
 from moe_jax.data.chunk_checksums import CHUNK_BYTES, write_checksums
+from moe_jax.data.encode import BATCH as _BATCH
+from moe_jax.data.encode import Document, encode_documents
 from moe_jax.data.text_files import Piece, find_files, read_file
 from moe_jax.data.tokenizer import (
     MIN_BPE_VOCAB_SIZE,
@@ -31,7 +33,6 @@ from moe_jax.errors import DataError
 
 MAX_BPE_VOCAB_SIZE = 2**20
 
-_BATCH = 2**20  # characters encoded in one call; longer documents are encoded in windows (data/long_text.py)
 _MAX_PRINTED = 20  # names of skipped files
 _BPE_SAMPLE = 2**28  # characters that a BPE is trained on: the trainer's memory grows with distinct words
 
@@ -191,7 +192,7 @@ def _encode(pieces: Iterator[Piece], tokenizer: Tokenizer) -> Iterator[list[int]
 
     The last document gets no end token if its pieces do not end with None.
     """
-    waiting: list[tuple[str, bool]] = []  # documents to be encoded in one call, and whether each has an end
+    waiting: list[Document] = []  # to be encoded in one call
     document: list[str] = []
     size = length = 0  # characters of the waiting documents, and of the current one
     for piece in pieces:
@@ -199,24 +200,18 @@ def _encode(pieces: Iterator[Piece], tokenizer: Tokenizer) -> Iterator[list[int]
             waiting.append(("".join(document), True))
             size, document, length = size + length, [], 0
             if size >= _BATCH:
-                yield from _encode_batch(waiting, tokenizer)
+                yield from encode_documents(waiting, tokenizer)
                 waiting, size = [], 0
             continue
         document.append(piece)
         length += len(piece)
         if length > _BATCH:
-            yield from _encode_batch(waiting, tokenizer)
+            yield from encode_documents(waiting, tokenizer)
             yield from _encode_long(itertools.chain(document, pieces), tokenizer)
             waiting, size, document, length = [], 0, [], 0
     if document:
         waiting.append(("".join(document), False))
-    yield from _encode_batch(waiting, tokenizer)
-
-
-def _encode_batch(documents: list[tuple[str, bool]], tokenizer: Tokenizer) -> Iterator[list[int]]:
-    encoded = tokenizer.encode_batch([text for text, _ in documents])
-    for tokens, (_, ends) in zip(encoded, documents, strict=True):
-        yield [*tokenizer.begin_of_text, *tokens, *([tokenizer.end_of_text] if ends else ())]
+    yield from encode_documents(waiting, tokenizer)
 
 
 def _encode_long(pieces: Iterator[Piece], tokenizer: Tokenizer) -> Iterator[list[int]]:

@@ -117,7 +117,7 @@ def _unreadable(path: Path, error: OSError) -> DataError:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[IO[bytes]]:
+def opened_bytes(file: Path) -> Iterator[IO[bytes]]:
     """Open a file for reading bytes, decompressed. Raises DataError if it is damaged or not UTF-8."""
     try:
         compressed = file.name.lower().endswith(_GZIP)
@@ -138,7 +138,7 @@ def _opened(file: Path) -> Iterator[IO[bytes]]:
 def _read_txt(file: Path, text_key: str) -> Iterator[Piece]:
     """A .txt file is one document."""
     empty = True
-    with _opened(file) as opened, io.TextIOWrapper(opened, encoding="utf-8-sig", newline="") as lines:
+    with opened_bytes(file) as opened, io.TextIOWrapper(opened, encoding="utf-8-sig", newline="") as lines:
         # read on to the end of a line if it is near, so that a BPE is trained on complete words
         while piece := lines.read(_PIECE_CHARACTERS) + lines.readline(_PIECE_CHARACTERS):
             empty = False
@@ -160,15 +160,15 @@ def _read_json(file: Path, text_key: str) -> Iterator[Piece]:
 
 
 def _jsonl_records(file: Path) -> Iterator[tuple[str, Any]]:
-    with _opened(file) as lines:
+    with opened_bytes(file) as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 where = f"{file}, line {number}"
-                yield where, _parsed(where, line)
+                yield where, parsed(where, line)
 
 
 def _json_records(file: Path) -> Iterator[tuple[str, Any]]:
-    with _opened(file) as opened:
+    with opened_bytes(file) as opened:
         begin = next((line for line in opened if line.strip()), b"")
         if not begin.decode("utf-8-sig").lstrip().startswith("["):
             yield from _jsonl_records(file)
@@ -180,11 +180,12 @@ def _json_records(file: Path) -> Iterator[tuple[str, Any]]:
             f"{file} is a list of more than {_MAX_LIST_BYTES >> 20} MiB: "
             f"write one object a line, e.g. with jq -c '.[]' {file} > NEW.jsonl"
         )
-    for number, record in enumerate(_parsed(str(file), content), start=1):
+    for number, record in enumerate(parsed(str(file), content), start=1):
         yield f"{file}, item {number}", record
 
 
-def _parsed(where: str, text: bytes) -> Any:
+def parsed(where: str, text: bytes) -> Any:
+    """The value of a JSON text in UTF-8; `where` is for messages. Raises DataError or UnicodeDecodeError."""
     try:
         return parse_json(text.decode("utf-8-sig"))
     except UnicodeDecodeError:
@@ -195,10 +196,20 @@ def _parsed(where: str, text: bytes) -> Any:
 
 def _record(where: str, text_key: str, record: object) -> Iterator[Piece]:
     """The document in a JSON object. Raises DataError; `where` names the record in its message."""
+    if text := text_of_record(where, text_key, record):
+        yield text
+        yield None
+
+
+def text_of_record(where: str, text_key: str, record: object, option: str = "--text-key") -> str:
+    """The text in a JSON object, "" for null. `where` and `option`, which sets the key, are for messages.
+
+    Raises DataError.
+    """
     if not isinstance(record, dict):
         raise DataError(f'{where} is not a JSON object: write {{"{text_key}": "…"}}')
-    _check_key(where, text_key, record)
-    return _document(where, text_key, record[text_key])
+    check_key(where, text_key, record, option)
+    return checked_text(where, text_key, record[text_key], option)
 
 
 def _read_parquet(file: Path, text_key: str) -> Iterator[Piece]:
@@ -206,13 +217,20 @@ def _read_parquet(file: Path, text_key: str) -> Iterator[Piece]:
     arrow, parquet = optional_package("pyarrow"), optional_package("pyarrow.parquet")
     try:
         with parquet.ParquetFile(file) as table:
-            _check_key(str(file), text_key, table.schema_arrow.names)
+            check_key(str(file), text_key, table.schema_arrow.names)
             for rows in table.iter_batches(batch_size=256, columns=[text_key]):
-                for text in rows.column(0).to_pylist():
-                    yield from _document(str(file), text_key, text)
+                for value in rows.column(0).to_pylist():
+                    if text := checked_text(str(file), text_key, value):
+                        yield text
+                        yield None
     except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise DataError(f"{file} cannot be read as parquet ({reason}): repair or remove it") from None
+        raise no_parquet(file, error) from None
+
+
+def no_parquet(file: Path, error: Exception) -> DataError:
+    """The error for a file that pyarrow cannot read."""
+    reason = str(error).partition("\n")[0]
+    return DataError(f"{file} cannot be read as parquet ({reason}): repair or remove it")
 
 
 _READERS: dict[str, Callable[[Path, str], Iterator[Piece]]] = {
@@ -238,16 +256,16 @@ def _kind(path: Path) -> str | None:
     return next((kind for kind in _READERS if path.name.lower().endswith(kind)), None)
 
 
-def _check_key(where: str, text_key: str, keys: Iterable[str]) -> None:
+def check_key(where: str, text_key: str, keys: Iterable[str], option: str = "--text-key") -> None:
+    """Raise DataError if the keys of a record, or the names of columns, have no `text_key`."""
     if text_key not in keys:
-        raise DataError(f"{where} has no {text_key!r} but {', '.join(keys) or 'nothing'}: choose with --text-key")
+        raise DataError(f"{where} has no {text_key!r} but {', '.join(keys) or 'nothing'}: choose with {option}")
 
 
-def _document(where: str, text_key: str, text: object) -> Iterator[Piece]:
-    """A document of one piece; nothing for an empty text. Raises DataError."""
-    if text is None or text == "":
-        return
+def checked_text(where: str, text_key: str, text: object, option: str = "--text-key") -> str:
+    """The text of a document, "" for null. Raises DataError."""
+    if text is None:
+        return ""
     if not isinstance(text, str):
-        raise DataError(f"{where}: {text_key!r} is {type(text).__name__}, not text: choose another with --text-key")
-    yield text
-    yield None
+        raise DataError(f"{where}: {text_key!r} is {type(text).__name__}, not text: choose another with {option}")
+    return text

@@ -11,9 +11,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 from numpy.typing import NDArray
 
+from moe_jax.config.sections import MOST_MARKED_SOURCES
+
 FIRST = 1 << 30  # the first token of a document
 UNCOUNTED = 1 << 29  # the loss does not count the prediction of this token
-_INDEX = UNCOUNTED - 1  # a vocabulary has at most 2²⁴ tokens
+_SOURCE_BIT = 24  # a vocabulary has at most 2²⁴ tokens; the bits from here to UNCOUNTED are the number of the source
+_INDEX = (1 << _SOURCE_BIT) - 1
+_SOURCE = UNCOUNTED - 1 - _INDEX
+assert MOST_MARKED_SOURCES == (_SOURCE >> _SOURCE_BIT) + 1
 
 
 def mark_documents(token_SN1: NDArray[np.int32], end_of_text: int) -> None:
@@ -22,6 +27,16 @@ def mark_documents(token_SN1: NDArray[np.int32], end_of_text: int) -> None:
     The first token of a sequence needs no mark.
     """
     token_SN1[:, 1:][token_SN1[:, :-1] & _INDEX == end_of_text] |= FIRST
+
+
+def mark_sources(token_SN1: NDArray[np.int32], source_S: NDArray[np.int64]) -> None:
+    """Mark the tokens of each sequence with its source, a number below MOST_MARKED_SOURCES, in place."""
+    token_SN1 |= (source_S << _SOURCE_BIT).astype(np.int32)[:, None]
+
+
+def sources(token_BN: Int[Array, "B N"]) -> Int[Array, "B N"]:
+    """Return the number of each token's source; 0 without such marks."""
+    return (token_BN & _SOURCE) >> _SOURCE_BIT
 
 
 def indices(token_BN: Int[Array, "B N"]) -> Int[Array, "B N"]:

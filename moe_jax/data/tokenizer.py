@@ -228,17 +228,27 @@ def train_bpe(texts: Iterable[str], vocab_size: int, file: Path) -> BpeTokenizer
     return BpeTokenizer(file)
 
 
+def model_tokenizer_file(path: Path, option: str = "--tokenizer") -> Path:
+    """The tokenizer.json at a path, which is this file or its folder. `option` names the path in messages.
+
+    Raises DataError.
+    """
+    file = path / BPE_FILE if path.is_dir() else path
+    if not file.is_file():
+        others = "bytes, bpe, or" if option == "--tokenizer" else "bytes or"
+        raise DataError(f"{option}={path} must be {others} a folder with a {BPE_FILE}")
+    if file.stat().st_size > MOST_TOKENIZER:
+        raise DataError(f"{file} has more than {MOST_TOKENIZER:,} bytes: use another tokenizer")
+    return file
+
+
 def load_model_tokenizer(path: Path) -> tuple[Path, BpeTokenizer]:
     """The path of a tokenizer.json, and its tokenizer. `path` is this file, or a folder of a model or prepared data.
 
     The tokens around each document come from tokenizer_config.json (Hugging Face) or meta.json (prepared data) in the
     same folder. Raises DataError.
     """
-    file = path / BPE_FILE if path.is_dir() else path
-    if not file.is_file():
-        raise DataError(f"--tokenizer={path} must be bytes, bpe, or a folder with a {BPE_FILE}")
-    if file.stat().st_size > MOST_TOKENIZER:
-        raise DataError(f"{file} has more than {MOST_TOKENIZER:,} bytes: use another tokenizer")
+    file = model_tokenizer_file(path)
     if file.with_name(META_FILE).exists():
         meta = read_meta(file.parent)
         check_tokenizer_file(file.parent, meta)

@@ -1,4 +1,4 @@
-"""Token files: a .txt file whose bytes are tokens, or a folder prepared by scripts/prepare_text.py."""
+"""Token files: the folders that scripts/prepare_text.py makes, and .txt files whose bytes are tokens."""
 
 import codecs
 import difflib
@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_jax.config import DataConfig
+from moe_jax.config.sections import TEXT_SUFFIXES
 from moe_jax.data.chunk_checksums import CHUNK_BYTES, REMAKE, ChunkChecksums
 from moe_jax.errors import DataError
 from moe_jax.files.untrusted import MOST_TOKENIZER, check_regular, read_bytes, read_json
@@ -64,84 +64,6 @@ class Meta:
         return self.train_crc32 if split == "train" else self.validation_crc32
 
 
-@dataclass(frozen=True, eq=False)
-class Tokens:
-    """The memory-mapped tokens of one text: two 1-D arrays of unsigned integers below `vocab_size`."""
-
-    train: TokenArray
-    validation: TokenArray
-    vocab_size: int
-    path: Path
-    train_chunks: ChunkChecksums | None = None  # verifies tokens when read; None: a .txt file, or verified before
-    validation_chunks: ChunkChecksums | None = None
-    meta: Meta | None = None  # None for a .txt file
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether the tokens are sequences of `seq_len + 1` tokens with marks, not one stream."""
-        return self.meta is not None and self.meta.seq_len is not None
-
-
-def open_tokens(data: DataConfig, vocab_size: int) -> Tokens:
-    """Map the tokens of `data.path` into memory, for a model of `vocab_size` tokens.
-
-    Only folders without checksums of chunks, which older versions made, are read and verified here. Raises DataError if
-    tokens are missing, damaged, of a larger vocabulary, or too few for one sequence, or if `data.mask_documents` is set
-    for a .txt file.
-    """
-    path = find_data(data.path)
-    if data.mask_documents and not path.is_dir():
-        raise DataError(
-            f"data.mask_documents=true, and data.path={path} is one document: prepare a folder of documents with "
-            "scripts/prepare_text.py, or use data.mask_documents=false"
-        )
-    chunks: list[ChunkChecksums | None] = [None, None]
-    meta = None
-    if path.is_dir():
-        meta = read_meta(path)
-        needed = meta.vocab_size
-        _check_packed(data, meta)
-        train, validation = (_open_split(path, meta, split) for split in SPLITS)
-        chunks[0] = _chunks(path, meta, "train", train, data.damaged_chunks)
-        chunks[1] = _chunks(path, meta, "validation", validation, data.damaged_chunks)
-    else:
-        needed = BYTES_VOCAB_SIZE
-        text = _map(path, "uint8")
-        check_utf8(path, text[:ENCODING_BYTES].tobytes())
-        num_train = len(text) - int(len(text) * data.validation_fraction)
-        train, validation = text[:num_train], text[num_train:]
-    if needed > vocab_size:
-        raise DataError(
-            f"data.path={path} has a vocabulary of {needed} tokens, more than model.vocab_size={vocab_size}: "
-            f"set model.vocab_size={needed}"
-        )
-    for split, part in zip(SPLITS, (train, validation), strict=True):
-        if len(part) < data.seq_len + 1:
-            shorter = f"set data.seq_len={len(part) - 1} or less, or " if len(part) > 1 else ""
-            larger = " or a larger validation fraction" if split == "validation" else ""
-            raise DataError(
-                f"data.path={path}: its {split} part has {len(part)} tokens, fewer than the {data.seq_len + 1} of one "
-                f"sequence of data.seq_len={data.seq_len}: {shorter}give more text{larger}"
-            )
-    return Tokens(train, validation, needed, path, chunks[0], chunks[1], meta)
-
-
-def _check_packed(data: DataConfig, meta: Meta) -> None:
-    """Raise DataError if a packed folder is to be read as something else."""
-    if meta.seq_len is None:
-        return
-    if not data.mask_documents:
-        raise DataError(
-            f"data.path={data.path} has sequences packed with conversations: set data.mask_documents=true, or make a "
-            "folder with scripts/prepare_text.py"
-        )
-    if data.seq_len != meta.seq_len:
-        raise DataError(
-            f"data.path={data.path} has packed sequences of {meta.seq_len} tokens, and data.seq_len={data.seq_len}: "
-            f"set data.seq_len={meta.seq_len}, or make the folder again with --seq-len {data.seq_len}"
-        )
-
-
 def check_utf8(file: Path, head: bytes) -> None:
     """Raise DataError if the first ENCODING_BYTES of a text are UTF-16 or UTF-32, or all zero.
 
@@ -156,17 +78,22 @@ def check_utf8(file: Path, head: bytes) -> None:
         raise DataError(f"{file} is {encoding.upper()}, not UTF-8: convert it with iconv -f {encoding} -t utf-8")
 
 
-def find_data(path: str | Path) -> Path:
-    """`path` as a Path. Raises DataError if it is not an existing .txt file or folder."""
+def is_text(path: str | Path) -> bool:
+    """Whether a path names a text file that is encoded while a run trains."""
+    return Path(path).suffix in TEXT_SUFFIXES and not Path(path).is_dir()
+
+
+def find_data(path: str | Path, setting: str = "data.path") -> Path:
+    """`path`, the value of `setting`, as a Path. Raises DataError if no run can train on what it names."""
     path = Path(path)
     if not path.exists():
-        siblings = [p.name for p in path.parent.glob("*") if p.is_dir() or p.suffix == ".txt"]
+        siblings = [p.name for p in path.parent.glob("*") if p.is_dir() or p.suffix in (".txt", *TEXT_SUFFIXES)]
         near = difflib.get_close_matches(path.name, siblings, n=1)
         cure = f"did you mean {path.parent / near[0]}?" if near else "name a .txt file or a prepared folder"
-        raise DataError(f"data.path={path} does not exist: {cure}")
-    if not path.is_dir() and path.suffix != ".txt":
+        raise DataError(f"{setting}={path} does not exist: {cure}")
+    if not path.is_dir() and path.suffix not in (".txt", *TEXT_SUFFIXES):
         raise DataError(
-            f"data.path={path} is neither a .txt file nor a folder: prepare it with scripts/prepare_text.py"
+            f"{setting}={path} is no folder, .txt, .jsonl or .parquet file: prepare it with scripts/prepare_text.py"
         )
     return path
 
@@ -218,7 +145,7 @@ def verify_tokens(folder: Path) -> Meta:
     meta = read_meta(folder)
     check_tokenizer_file(folder, meta)
     for split in SPLITS:
-        tokens = _open_split(folder, meta, split)
+        tokens = open_split(folder, meta, split)
         _verify_file(folder, meta, split, tokens)
         if meta.chunk_bytes:
             ChunkChecksums(folder / f"{split}.bin", tokens).is_intact(0, len(tokens))
@@ -234,7 +161,7 @@ def _verify_file(folder: Path, meta: Meta, split: Split, tokens: TokenArray) -> 
         )
 
 
-def _chunks(folder: Path, meta: Meta, split: Split, tokens: TokenArray, allowed: int) -> ChunkChecksums | None:
+def chunk_checksums(folder: Path, meta: Meta, split: Split, tokens: TokenArray, allowed: int) -> ChunkChecksums | None:
     """The chunks of a split; None for an older folder, which is read and verified at once. Raises DataError."""
     if meta.chunk_bytes == CHUNK_BYTES:
         return ChunkChecksums(folder / f"{split}.bin", tokens, allowed)
@@ -242,7 +169,7 @@ def _chunks(folder: Path, meta: Meta, split: Split, tokens: TokenArray, allowed:
     return None
 
 
-def _open_split(folder: Path, meta: Meta, split: Split) -> TokenArray:
+def open_split(folder: Path, meta: Meta, split: Split) -> TokenArray:
     """Map the token file of a split. Raises DataError if its size is not the one in meta.json."""
     file, count, width = folder / f"{split}.bin", meta.count(split), np.dtype(meta.dtype).itemsize
     try:
@@ -254,10 +181,10 @@ def _open_split(folder: Path, meta: Meta, split: Split) -> TokenArray:
             f"{file} holds {size} bytes, and {META_FILE} says {count} tokens × {width} bytes = {count * width}: "
             f"{REMAKE}"
         )
-    return _map(file, meta.dtype)
+    return map_file(file, meta.dtype)
 
 
-def _map(file: Path, dtype: str) -> TokenArray:
+def map_file(file: Path, dtype: str) -> TokenArray:
     """Map a regular, non-empty file into memory. Raises DataError."""
     try:
         check_regular(file)

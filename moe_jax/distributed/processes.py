@@ -22,7 +22,7 @@ from moe_jax.distributed.address import split_address
 from moe_jax.distributed.host_memory import keep_freed_memory
 from moe_jax.distributed.hosts import publish_host
 from moe_jax.distributed.startup_barrier import ProcessError, StartupBarrier, wait_for_all
-from moe_jax.errors import ConfigError
+from moe_jax.errors import ConfigError, UserError
 from moe_jax.parallel.mesh import found_devices
 
 T = TypeVar("T")
@@ -212,6 +212,23 @@ def from_process(source: int, value: Any) -> Any:
     text = json.dumps(value).encode()
     length = allgather(len(text))[source]
     return json.loads(allgather_rows(np.frombuffer(text.ljust(length)[:length], np.uint8))[source].tobytes())
+
+
+def main_first(action: Callable[[], T]) -> T:
+    """Return `action()`, which process 0 finishes before the others begin; all of them call it.
+
+    If it raises a UserError on process 0, it is raised when the others begin, so that none waits for it.
+    """
+    error = found = None
+    if is_main_process():
+        try:
+            found = action()
+        except UserError as problem:
+            error = problem
+    allgather(0)  # a barrier
+    if error:
+        raise error
+    return found if found is not None else action()
 
 
 def read_alike(read: Callable[[], T], name: str) -> T:

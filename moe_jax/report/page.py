@@ -114,9 +114,10 @@ def _hint(records: Records) -> str:
 
 def _loss_plots(records: Records) -> Iterator[tuple[str, str]]:
     key = "cross_entropy" if any("cross_entropy" in record for record in records) else "loss"
-    curves = [
-        c for c in (curve(records, key, "training"), curve(records, "validation_loss", "validation")) if len(c.steps)
-    ]
+    sources = dict.fromkeys(name for record in records for name in record if name.startswith("validation_loss/"))
+    named = {key: "training", "validation_loss": "validation"}
+    named |= {name: f"validation, {name.partition('/')[2]}" for name in sources}
+    curves = [found for found in (curve(records, name, text) for name, text in named.items()) if len(found.steps)]
     if not curves:
         return
     yield "Cross-entropy, nats per token", curves_svg("Loss", curves)

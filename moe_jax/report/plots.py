@@ -54,10 +54,13 @@ class PlotLine(NamedTuple):
     name: str = ""
 
 
+_DASHES = ("-", ":", "--", "-.")
+
+
 def curves_svg(
     title: str, curves: Sequence[PlotLine], percent: bool = False, from_zero: bool = False, log_if_wide: bool = False
 ) -> str:
-    """Draw up to two curves over training steps, as an SVG.
+    """Draw curves over training steps, as an SVG. Those after the second have its colour and other dashes.
 
     `percent` labels values as percentages, and `from_zero` starts the axis at 0. With `log_if_wide`, the axis is
     logarithmic if positive values span more than two decades.
@@ -66,8 +69,15 @@ def curves_svg(
         from matplotlib.ticker import PercentFormatter
 
         figure, axes = new_figure(width=4.0, height=2.05, ticks=6)
-        for curve, color in zip(curves, ("series-1", "series-2"), strict=False):
-            strong = {"color": COLORS[color], "linewidth": 1.3, "label": curve.name, "markersize": 3}
+        for number, curve in enumerate(curves):
+            color, dashes = ("series-2", _DASHES[(number - 1) % len(_DASHES)]) if number else ("series-1", _DASHES[0])
+            strong = {
+                "color": COLORS[color],
+                "linewidth": 1.3,
+                "label": curve.name,
+                "markersize": 3,
+                "linestyle": dashes,
+            }
             if len(curve.steps) > 3 * SPANS:
                 points = thin(curve.steps, MAX_POINTS), thin(curve.values, MAX_POINTS)
                 axes.plot(*points, color=COLORS[color], linewidth=0.6, alpha=0.35)

@@ -40,6 +40,7 @@ def describe(run: Run) -> dict[str, str]:
             "tokens": f"{tokens * config.train.steps:,}, {tokens:,} in each step",
             "schedule": f"{config.schedule.policy}, {config.schedule.microbatches} microbatch(es)",
         }
+        | ({"sources": sources_text(run)} if config.data.sources else {})
         | attention_text(config, run.trainer.mesh)
         | router_text(config)
         | unused(config)
@@ -47,6 +48,16 @@ def describe(run: Run) -> dict[str, str]:
         | _tuning(run)
         | _trace(run)
         | ({"safety copies": safety_text(run.config, run.safety)} if run.safety else {})
+    )
+
+
+def sources_text(run: Run) -> str:
+    """The sources of a mixture: their shares of all steps, and how often each is read."""
+    counts = run.mixture.counts(run.config.train.steps)
+    sources = zip(run.config.data.sources, run.sources, counts, strict=True)
+    return ", ".join(
+        f"{source.label} {count / sum(counts):.1%} ({count / len(samples):.3g} epochs)"
+        for source, samples, count in sources
     )
 
 

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moe_jax.config import Config
 from moe_jax.convert.companion_files import (
@@ -14,8 +14,9 @@ from moe_jax.convert.companion_files import (
 )
 from moe_jax.convert.hf_config import HfConfig, read_json
 from moe_jax.convert.source import ORIGIN, origin_of
+from moe_jax.data.sources import source_tokenizer, tokenizer_file
 from moe_jax.data.tokenizer import load_model_tokenizer
-from moe_jax.data.tokens import Meta, read_meta
+from moe_jax.data.tokens import is_text, read_meta
 from moe_jax.errors import DataError, UserError
 from moe_jax.files.atomic import write_atomically, write_together
 from moe_jax.files.untrusted import MOST_TOKENIZER, read_bytes, read_text
@@ -33,13 +34,12 @@ def save_tokenizer(config: Config, run: Path) -> None:
         present = {name for name in (TOKENIZER, TOKENIZER_CONFIG) if origin.with_name(name).is_file()}
     elif config.train.init_from is not None and (run / ORIGIN).exists():  # saved before; its origin is gone
         present = {name for name in (TOKENIZER, TOKENIZER_CONFIG) if (run / name).is_file()}
-    meta, file = _meta(config), Path(config.data.path) / TOKENIZER
-    if TOKENIZER in present or meta is None or not file.is_file():
+    own = _tokenizer_of_data(config)
+    if TOKENIZER in present or own is None or not own.file.is_file():
         return
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": _name_of(file, meta.end_of_text)}
-    text = json.dumps(
-        {name: value for name, value in (settings | _begin(file, meta)).items() if value is not None}, indent=2
-    )
+    file = own.file
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": _name_of(file, own.end_of_text)}
+    text = json.dumps({name: value for name, value in (settings | _begin(own)).items() if value is not None}, indent=2)
     found = {TOKENIZER: read_bytes(file, MOST_TOKENIZER), TOKENIZER_CONFIG: f"{text}\n".encode()}
     write_together({run / name: content for name, content in found.items() if name not in present})
 
@@ -54,28 +54,43 @@ def special_tokens_of(config: Config, run: Path) -> dict[str, Any]:
     if file is not None:
         return special_tokens(HfConfig(read_json(file), str(file)))
     end: int | None = None
-    if meta := _meta(config):
-        end = meta.end_of_text
+    if own := _tokenizer_of_data(config):
+        end = own.end_of_text
     elif (run / TOKENIZER).is_file():
         end = load_model_tokenizer(run)[1].end_of_text
     return {**dict.fromkeys(SPECIAL_TOKENS), "eos_token_id": end}
 
 
-def _meta(config: Config) -> Meta | None:
-    """The Meta of the run's prepared data; None if the data is a .txt file or no longer exists."""
+class _DataTokenizer(NamedTuple):
+    """The tokenizer of a run's data."""
+
+    file: Path  # its tokenizer.json, which does not exist for bytes
+    end_of_text: int
+    begin_of_text: list[int]
+
+
+def _tokenizer_of_data(config: Config) -> _DataTokenizer | None:
+    """The tokenizer of the run's first source; None if that is a .txt file or no longer exists."""
+    path = Path(config.data.mixture[0].path)
     try:
-        return read_meta(Path(config.data.path)) if Path(config.data.path).is_dir() else None
+        if is_text(path):
+            tokenizer, file = source_tokenizer(config.data), tokenizer_file(config.data)
+            return _DataTokenizer(file or path / TOKENIZER, tokenizer.end_of_text, tokenizer.begin_of_text)
+        if not path.is_dir():
+            return None
+        meta = read_meta(path)
+        return _DataTokenizer(path / TOKENIZER, meta.end_of_text, meta.begin_of_text or [])
     except DataError:
         return None
 
 
-def _begin(tokenizer: Path, meta: Meta) -> dict[str, Any]:
-    """Entries of tokenizer_config.json about the token before each text, as in the prepared data."""
-    begin = meta.begin_of_text or []
-    if len(begin) == 1 and (name := _name_of(tokenizer, begin[0])):
+def _begin(own: _DataTokenizer) -> dict[str, Any]:
+    """Entries of tokenizer_config.json about the token before each text, as in the data."""
+    begin = own.begin_of_text
+    if len(begin) == 1 and (name := _name_of(own.file, begin[0])):
         return {"bos_token": name, "add_bos_token": True}
     try:
-        adds = bool(read_json(tokenizer).get("post_processor"))
+        adds = bool(read_json(own.file).get("post_processor"))
     except (UserError, AttributeError):
         return {}
     return {"add_bos_token": False} if adds and not begin else {}

@@ -19,8 +19,7 @@ from jaxtyping import Array, Bool
 from moe_jax.config import Config
 from moe_jax.config.layer_layout import Segment, Stages, segments
 from moe_jax.config.loss_chunks import tokens_of_chunk
-from moe_jax.data.loader import sample_indices
-from moe_jax.data.tokens import open_tokens
+from moe_jax.data.loader import batch_samples
 from moe_jax.distributed.processes import is_main_process
 from moe_jax.files.atomic import write_atomically
 from moe_jax.models.gates.inputs import BatchPart
@@ -57,11 +56,12 @@ def write_first_bad(run: Run, state: State, bad: BadStep) -> dict[str, Any]:
     gradients = _wrong_parameters(_gradients(config, mesh)(params, batch, done, slot_ME), config)
     places = ["embedding", *(f"block {k}" for k in range(config.model.num_layers)), "logits"]
     first = next((w for w, wrong_P in enumerate(wrong_WP) if wrong_P.any()), None)
-    tokens, data, train = open_tokens(config.data, config.model.vocab_size), config.data, config.train
+    rows, sources = batch_samples(run.sources, run.mixture, step - 1), config.data.sources
     found = {
         **{name: value if math.isfinite(value) else str(value) for name, value in bad._asdict().items()},
         "batch": step - 1,
-        "samples": sample_indices(tokens.train, data.seq_len, train.batch_size, train.seed, step - 1, tokens.is_packed),
+        "samples": [number for _, number in rows],
+        **({"sources": [sources[source].label for source, _ in rows]} if sources else {}),
         "first_output": None if first is None else places[first],
         "devices": [] if first is None else np.flatnonzero(wrong_WP[first]).tolist(),
         "first_gradient": next((p for p in (*reversed(places[1:-1]), None) if p in gradients), None),

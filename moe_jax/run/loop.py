@@ -94,7 +94,7 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
             _print(_resuming(step, restored.source) if step < last else _ALREADY.format(run.folder, step))
         if failed_at:
             log.write({"step": step, "back_from_step": failed_at})
-        meter = Meter(config, log, peak, energy_counter(jax.local_devices()))
+        meter = Meter(config, log, peak, energy_counter(jax.local_devices()), metrics_at=run.source_metrics)
         search_state = restored.record.tuner if restored else None
         tuning, rebalancer = Tuning(run, program, meter, log, search_state), Rebalancer(run, meter, log)
         capacities = CapacityPrograms(run.changes, run.batch_shape, log, run.target)

@@ -6,8 +6,9 @@ from pathlib import Path
 from moe_jax.config import Config
 from moe_jax.config.yaml_io import load_config
 from moe_jax.convert.source import is_imported, origin_of
-from moe_jax.data.tokenizer import ByteTokenizer, Tokenizer, load_model_tokenizer, load_tokenizer, same_tokens
-from moe_jax.data.tokens import BPE_FILE, META_FILE, check_tokenizer_file, find_data, read_meta
+from moe_jax.data.sources import source_tokenizer, tokenizer_file
+from moe_jax.data.tokenizer import ByteTokenizer, Tokenizer, load_model_tokenizer, same_tokens
+from moe_jax.data.tokens import BPE_FILE, META_FILE, is_text, read_meta
 from moe_jax.distributed.processes import is_main_process
 from moe_jax.errors import ConfigError, DataError
 from moe_jax.files.untrusted import read_json
@@ -15,62 +16,76 @@ from moe_jax.files.untrusted import read_json
 _BYTES = None  # stands for the byte tokenizer, which has no file
 
 
-def check_tokens(config: Config, data: Path, new: bool) -> None:
-    """Raise UserError if a new run would read tokens of another tokenizer than that of `train.init_from`.
+def check_tokens(config: Config, new: bool) -> None:
+    """Raise UserError if a run would read tokens of several tokenizers, or a new one of another tokenizer than that of
+    `train.init_from`.
 
     Prints a warning if the two cannot be compared, or if the tokens were made by an older version.
     """
-    file = _file_of(data)
-    if file and read_meta(data).begin_of_text is None:
-        _check_older(data, file, new)
+    paths = [Path(source.path) for source in config.data.mixture]
+    names = [f"{setting}={path}" for setting, path in zip(config.data.path_names, paths, strict=True)]
+    files = [tokenizer_file(config.data, number) for number in range(len(paths))]
+    data, file, name = paths[0], files[0], names[0]
+    for path, own_name, own in zip(paths, names, files, strict=True):
+        if own and path.is_dir() and read_meta(path).begin_of_text is None:
+            _check_older(path, own_name, own, new)
+        if own != file and not (own and file and same_tokens(own, file)):
+            raise ConfigError(
+                f"{own_name} has {_kind_of(own)}, and {name} has {_kind_of(file)}: prepare all sources with one "
+                f"tokenizer, e.g. by scripts/prepare_text.py TEXT FOLDER --tokenizer {file.parent if file else 'bytes'}"
+            )
     begun = config.train.init_from
     if not new or begun is None:
         return
     try:
         found = _file_of_model(config, Path(begun))
     except ConfigError as error:
-        _warn(f"whether data.path={data} has the tokens of train.init_from={begun} cannot be checked: {error}")
+        _warn(f"whether {name} has the tokens of train.init_from={begun} cannot be checked: {error}")
         return
     if found is _BYTES and file is not _BYTES:
         raise ConfigError(
-            f"data.path={data} has the tokens of its {BPE_FILE}, and train.init_from={begun} was trained with bytes: "
+            f"{name} has the tokens of its {BPE_FILE}, and train.init_from={begun} was trained with bytes: "
             "prepare the text by scripts/prepare_text.py TEXT FOLDER --tokenizer bytes"
         )
     if found is _BYTES:
         return
     text = "TEXT" if data.is_dir() else data
     cure = f"prepare a folder by scripts/prepare_text.py {text} FOLDER --tokenizer {found.parent}"
+    if is_text(data):
+        cure = f"set data.tokenizer={found.parent}"
     if file is _BYTES:
         read = "holds bytes" if data.is_dir() else "is read as bytes"
-        raise ConfigError(f"data.path={data} {read}, and train.init_from={begun} has a {BPE_FILE}: {cure}")
+        raise ConfigError(f"{name} {read}, and train.init_from={begun} has a {BPE_FILE}: {cure}")
     if not same_tokens(file, found):
         raise ConfigError(
-            f"data.path={data} has tokens of another tokenizer than {found}, that of train.init_from={begun}: {cure}"
+            f"{name} has tokens of another tokenizer than {found}, that of train.init_from={begun}: {cure}"
         )
 
 
 def tokenizer_of_run(config: Config, run: Path) -> Tokenizer:
-    """The tokenizer for a run's prompts: that of its own tokenizer.json, or else that of `data.path`.
+    """The tokenizer for a run's prompts: that of its own tokenizer.json, or else that of its first source.
 
     Raises DataError.
     """
-    own, path = run / BPE_FILE, Path(config.data.path)
+    own = run / BPE_FILE
     if not own.is_file():
-        tokenizer = load_tokenizer(path)
+        tokenizer = source_tokenizer(config.data)
         if isinstance(tokenizer, ByteTokenizer) and is_imported(config, run):
             raise DataError(
                 f"{run} has no {BPE_FILE}, and its model was not trained here: put the model's there, or name a "
                 "folder that was prepared with it by data.path"
             )
         return tokenizer
-    if not path.is_dir() or not (file := _file_of(path)):
+    first = config.data.mixture[0]
+    origin = Path(config.data.tokenizer if is_text(first.path) else first.path)
+    if not origin.exists() or not (file := tokenizer_file(config.data)):
         return load_model_tokenizer(run)[1]
     if not same_tokens(file, own):
         raise DataError(
             f"{own} and {file} are different tokenizers: name by data.path the folder that was prepared with the first "
             "one, or remove the first one, if the run was trained with the second"
         )
-    return load_tokenizer(path)
+    return source_tokenizer(config.data)
 
 
 def end_tokens(run: Path, tokenizer: Tokenizer) -> frozenset[int]:
@@ -90,15 +105,6 @@ def end_tokens(run: Path, tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(found)
 
 
-def _file_of(data: Path) -> Path | None:
-    """The tokenizer.json of a data path; None for bytes. Raises DataError if the file has been replaced."""
-    if not data.is_dir():
-        return _BYTES
-    meta = read_meta(data)
-    check_tokenizer_file(data, meta)
-    return _BYTES if meta.tokenizer == "bytes" else data / BPE_FILE
-
-
 def _file_of_model(config: Config, begun: Path) -> Path | None:
     """The tokenizer.json of the model that a run begins with; None for bytes. Raises ConfigError if it is missing."""
     if origin := origin_of(config):
@@ -107,14 +113,19 @@ def _file_of_model(config: Config, begun: Path) -> Path | None:
         return origin.parent / BPE_FILE
     if (begun / BPE_FILE).is_file():
         return begun / BPE_FILE
-    path = load_config(begun).data.path
+    data = load_config(begun).data
     try:
-        return _file_of(find_data(path))
+        return tokenizer_file(data)
     except DataError:
-        raise ConfigError(f"the data that it was trained with, {path}, is not here") from None
+        raise ConfigError(f"the data that it was trained with, {data.mixture[0].path}, is not here") from None
 
 
-def _check_older(data: Path, file: Path, new: bool) -> None:
+def _kind_of(file: Path | None) -> str:
+    """The kind of tokens that a tokenizer.json makes, for messages; None stands for bytes."""
+    return "bytes" if file is _BYTES else f"tokens of its own {BPE_FILE}"
+
+
+def _check_older(data: Path, name: str, file: Path, new: bool) -> None:
     """Warn about data of an older version, or raise DataError if a new run would use it with truncation or padding.
 
     Older versions obeyed these settings of tokenizer.json, and encoded long texts in pieces.
@@ -126,13 +137,13 @@ def _check_older(data: Path, file: Path, new: bool) -> None:
     except (OSError, ValueError, AttributeError) as error:
         raise DataError(f"{file} cannot be read ({error}): {again}") from None
     if obeyed:
-        problem = f"data.path={data} was made by an older version, which obeyed the {' and '.join(obeyed)} in {file}"
+        problem = f"{name} was made by an older version, which obeyed the {' and '.join(obeyed)} in {file}"
         if new:
             raise DataError(f"{problem}: {again}")
         _warn(f"{problem}: text is missing, or padding is in between")
     else:
         _warn(
-            f"data.path={data} was made by an older version, which encoded long .txt files in pieces: tokens where two "
+            f"{name} was made by an older version, which encoded long .txt files in pieces: tokens where two "
             f"pieces meet may be other ones ({META_FILE} has no begin_of_text); {again}"
         )
 

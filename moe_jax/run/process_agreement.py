@@ -6,8 +6,9 @@ Without it, a difference would go unnoticed: collectives work as long as the sha
 import dataclasses
 import itertools
 import json
+import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import jax
 
 from moe_jax.config import Sections
 from moe_jax.config.draft import Draft
-from moe_jax.data.tokens import SPLITS, Tokens, read_meta
+from moe_jax.data.sources import Tokens
+from moe_jax.data.tokens import SPLITS
 from moe_jax.distributed.coordination import coordination
 from moe_jax.errors import ConfigError
 from moe_jax.files.untrusted import read_bytes
@@ -25,6 +27,8 @@ from moe_jax.files.untrusted import read_bytes
 # tuned settings where they are read, and initial parameters like all replicas (checkpoint/checksums.py).
 _MAY_DIFFER = {
     "data.path",
+    "data.sources.path",
+    "data.tokenizer",
     "data.prefetch",
     "train.init_from",
     "tune.cache",
@@ -51,23 +55,31 @@ def check_same_settings(sections: Sections) -> None:
 
 def shared_settings(sections: Sections) -> dict[str, str]:
     """The settings that must be the same on all processes of a run: their values as text, by full name."""
-    return {name: _text(value) for name, value in _settings(sections).items() if name not in _MAY_DIFFER}
+    settings = _settings(sections).items()
+    return {name: _text(value) for name, value in settings if re.sub(r"\[\d+\]", "", name) not in _MAY_DIFFER}
 
 
-def check_same_data(tokens: Tokens) -> None:
+def check_same_data(sources: Sequence[Tokens]) -> None:
     """Raise ConfigError on all processes unless all have the same tokens. All processes call it."""
     if not _has_other_processes():
         return
-    if tokens.path.is_dir():
-        meta = read_meta(tokens.path)
+    values = {name: text for tokens in sources for name, text in _tokens(tokens).items()}
+    paths = ", ".join(str(tokens.path) for tokens in sources)
+    here = f"here it is {paths}" if len(sources) == 1 else f"here they are {paths}"
+    _check_same(values, f"give all processes copies of one text ({here})")
+
+
+def _tokens(tokens: Tokens) -> dict[str, str]:
+    """The number of tokens, their type and checksum for each split of a source, as text."""
+    if (meta := tokens.meta) is not None:
         content = {split: (meta.count(split), meta.dtype, meta.crc32(split)) for split in SPLITS}
     else:
         parts = {split: getattr(tokens, split) for split in SPLITS}
         content = {split: (len(part), str(part.dtype), zlib.crc32(part.data)) for split, part in parts.items()}
-    values = {}
-    for split, (count, dtype, crc32) in content.items():
-        values[f"data.path ({split} part)"] = f"{count} tokens of {dtype} with crc32 {crc32:08x}"
-    _check_same(values, f"give all processes copies of one text (here it is {tokens.path})")
+    return {
+        f"{tokens.setting} ({split} part)": f"{count} tokens of {dtype} with crc32 {crc32:08x}"
+        for split, (count, dtype, crc32) in content.items()
+    }
 
 
 def _check_same(own: Values, cure: str) -> None:
@@ -106,10 +118,14 @@ def _has_other_processes() -> bool:
 
 
 def _settings(sections: Any, name: str = "") -> dict[str, Any]:
-    """All settings by their full names, such as `train.steps`."""
+    """All settings by their full names, such as `train.steps` and `data.sources[0].weight`."""
+    found: dict[str, Any] = {}
+    if isinstance(sections, tuple) and any(map(dataclasses.is_dataclass, sections)):
+        for number, item in enumerate(sections):
+            found |= _settings(item, f"{name}[{number}]")
+        return found
     if not dataclasses.is_dataclass(sections):
         return {name: sections}
-    found: dict[str, Any] = {}
     for part in dataclasses.fields(Sections if isinstance(sections, Sections) else sections):
         found |= _settings(getattr(sections, part.name), f"{name}.{part.name}".lstrip("."))
     return found

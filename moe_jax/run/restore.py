@@ -92,7 +92,7 @@ def _restore(run: Run) -> Restored:
 
 def _check_text(run: Run, record: Record) -> None:
     """Raise CheckpointError if a record is of other training data; prints a warning if that is not known."""
-    unknown = check_text(run.identity, record, run.folder, run.config.data.path)
+    unknown = check_text(run.identity, record, run.folder, run.config.data)
     if unknown and is_main_process():
         print(f"warning: {unknown}", flush=True)
 

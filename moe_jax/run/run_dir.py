@@ -32,7 +32,7 @@ def resume_step(config: Config, folder: Path, damaged: dict[int, str]) -> int:
             f"log.dir={folder} holds checkpoints up to step {step} and checkpoint.resume=false would overwrite them: "
             "use another log.dir, or checkpoint.resume=true"
         )
-    check_same_run(config, folder)
+    check_same_run(config, folder, step=step)
     if step > config.train.steps:
         raise CheckpointError(
             f"train.steps={config.train.steps}, but log.dir={folder} has a checkpoint of step {step} already: "

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_jax.config import Config
-from moe_jax.data.tokenizer import Tokenizer, load_tokenizer
+from moe_jax.data.sources import source_tokenizer
+from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.errors import ConfigError
 from moe_jax.files.atomic import write_atomically
 from moe_jax.models.sampling import Sampling
@@ -65,7 +66,7 @@ def write_sample(config: Config, params: Any, run: Path) -> str:
 
     The prompt and the number of tokens are `log.sample_prompt` and `log.sample_tokens`.
     """
-    log, tokenizer, seed = config.log, load_tokenizer(Path(config.data.path)), config.train.seed
+    log, tokenizer, seed = config.log, source_tokenizer(config.data), config.train.seed
     text = sample_text(config, params, tokenizer, log.sample_prompt, log.sample_tokens, temperature=0.8, seed=seed)
     write_atomically(run / "sample.txt", text)
     return text

@@ -19,11 +19,12 @@ from moe_jax.checkpoint.replicas.plan import SafetyPlan, safety_plan
 from moe_jax.config import Config
 from moe_jax.config.validate import check_batch_split, check_expert_split
 from moe_jax.config.yaml_io import to_yaml
-from moe_jax.data.loader import Batches, train_batches, validation_batches
-from moe_jax.data.token_marks import num_targets
-from moe_jax.data.tokenizer import load_tokenizer
-from moe_jax.data.tokens import open_tokens
-from moe_jax.distributed.processes import is_main_process, read_alike
+from moe_jax.data.loader import Batches, train_batches
+from moe_jax.data.mixture import Mixture
+from moe_jax.data.samples import Samples
+from moe_jax.data.sources import Tokens, open_tokens, source_tokenizer
+from moe_jax.data.tokens import is_text
+from moe_jax.distributed.processes import is_main_process, main_first, read_alike
 from moe_jax.errors import ConfigError
 from moe_jax.files.atomic import write_atomically
 from moe_jax.measure.provenance import PROVENANCE, STEP_PROGRAM, provenance, versions
@@ -43,6 +44,7 @@ from moe_jax.run.resolve_auto import run_cluster
 from moe_jax.run.run_dir import resume_step
 from moe_jax.run.sample import encode_prompt
 from moe_jax.run.tuning_space import Choices, choices_of
+from moe_jax.run.validation import ValidationSet
 from moe_jax.step.compile import batch_shape, config_at, step_program, switch_off_pgle, target_here
 from moe_jax.step.compile_cache import BackgroundCompile
 from moe_jax.step.context import State
@@ -58,9 +60,10 @@ class Run:
     config: Config
     folder: Path
     trainer: Trainer
+    sources: tuple[Samples, ...]  # the training text of each source
+    mixture: Mixture
     batches: Batches  # int32 [rows of this process, data.seq_len + 1] each
-    validation: list[NDArray[np.int32]]
-    validation_weights: list[int]  # of each validation batch: its predicted tokens, or 1 if all tokens are predicted
+    validation: tuple[ValidationSet, ...]  # of each source
     first_step: int  # number of steps done before; 0 for a new run
     identity: Identity
     choices: Choices | None  # settings that the run may change while it trains
@@ -69,6 +72,19 @@ class Run:
     damaged: Mapping[int, str] = dataclasses.field(default_factory=dict)  # steps of damaged checkpoints, with reasons
     safety: SafetyPlan | None = None  # of safety copies; None if there are none
     target: Target | None = None  # GPUs for which the compiler schedules steps, see step/compile.py
+
+    def source_metrics(self, step: int) -> dict[str, float]:
+        """For each source of a mixture, its tokens in all steps up to this one, and its epochs."""
+        if not self.config.data.sources:
+            return {}
+        counts = self.mixture.counts(step)
+        metrics: dict[str, float] = {}
+        for source, samples, count in zip(self.config.data.sources, self.sources, counts, strict=True):
+            metrics |= {
+                f"tokens/{source.label}": count * samples.seq_len,
+                f"epochs/{source.label}": round(count / len(samples), 4),
+            }
+        return metrics
 
     @functools.cached_property
     def batch_shape(self) -> jax.ShapeDtypeStruct:
@@ -103,7 +119,8 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
     """Check config, devices, data and earlier checkpoints against each other, and return the run.
 
     It resumes from safety copies of step `safe_step` if given, else from the newest checkpoint that is not among the
-    `damaged` ones and whose files look intact. Raises UserError; writes nothing.
+    `damaged` ones and whose files look intact. Raises UserError; writes nothing but the index of a text
+    (data/text_index.py).
     """
     damaged = dict(damaged or {})
     switch_off_pgle()
@@ -114,49 +131,31 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
     config = with_fastest_product(with_fastest_exchange(config, mesh), mesh)
     if choices := choices_of(config, mesh):
         config = choices.config
-    tokens = open_tokens(config.data, config.model.vocab_size)
+    data, batch_size = config.data, config.train.batch_size
+    tokens = _open_tokens(config)
     check_same_data(tokens)
     folder = Path(config.log.dir)
     first_step = safe_step or resume_step(config, folder, damaged)
     if first_step == 0:
         check_source(config)
-    check_tokens(config, tokens.path, new=first_step == 0)
+    check_tokens(config, new=first_step == 0)
     if config.log.sample_tokens:
-        encode_prompt(config, load_tokenizer(Path(config.data.path)), config.log.sample_prompt)
-    seq_len, batch_size = config.data.seq_len, config.train.batch_size
+        encode_prompt(config, source_tokenizer(data), config.log.sample_prompt)
     rows = _local_rows(NamedSharding(mesh, BATCH_SPEC), batch_size)
     trainer = make_trainer(config_at(config, first_step + 1), mesh)
-    finds_documents = config.data.mask_documents and not tokens.is_packed  # packed sequences have marks
-    end_of_text = tokens.meta.end_of_text if finds_documents and tokens.meta else None
-    validation = functools.partial(
-        validation_batches,
-        tokens.validation,
-        seq_len=seq_len,
-        batch_size=batch_size,
-        num_batches=config.train.eval_batches,
-        chunks=tokens.validation_chunks,
-        end_of_text=end_of_text,
-        is_packed=tokens.is_packed,
-    )
-    own_validation = validation(rows=rows)
+    sources = tuple(Samples.of(of_source, "train", data) for of_source in tokens)
+    mixture = Mixture.of(data, batch_size, config.train.seed)
     return Run(
         config=config,
         folder=folder,
         trainer=trainer,
-        validation=own_validation,
-        validation_weights=[num_targets(batch) for batch in validation(rows=[range(batch_size)])]
-        if config.data.has_marks
-        else [1] * len(own_validation),
+        sources=sources,
+        mixture=mixture,
         batches=train_batches(
-            tokens.train,
-            seq_len=seq_len,
-            batch_size=batch_size,
-            seed=config.train.seed,
-            rows=rows,
-            prefetch=config.data.prefetch,
-            chunks=tokens.train_chunks,
-            end_of_text=end_of_text,
-            is_packed=tokens.is_packed,
+            sources, mixture, rows=rows, prefetch=data.prefetch, marks_sources=data.marked_sources > 0
+        ),
+        validation=tuple(
+            ValidationSet.of(Samples.of(of_source, "validation", data), config, rows) for of_source in tokens
         ),
         first_step=first_step,
         identity=identity_of(folder, first_step, tokens),
@@ -167,6 +166,16 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
         safety=safety_plan(config, trainer.state_shapes),
         target=target_here(trainer),
     )
+
+
+def _open_tokens(config: Config) -> tuple[Tokens, ...]:
+    """Open the tokens of all sources. Process 0 does so first if it may count those of a text file, which the others
+    then find counted. Raises DataError.
+    """
+    data, vocab_size = config.data, config.model.vocab_size
+    if not any(is_text(source.path) for source in data.mixture):
+        return open_tokens(data, vocab_size)
+    return main_first(lambda: open_tokens(data, vocab_size))
 
 
 def compile_programs(run: Run) -> Programs:

@@ -1,7 +1,6 @@
 """Callbacks after each step: safety copies, validation, and checkpoints, when they are due."""
 
-import math
-import operator
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from moe_jax.errors import ConfigError
 from moe_jax.run.replicator import Replicator
 from moe_jax.run.setup import Programs, Run, write_start
 from moe_jax.run.tuning import Tuning
+from moe_jax.run.validation import Rows, loss_metrics
 from moe_jax.step.compile_cache import Pending
 from moe_jax.step.context import State
 from moe_jax.step.expert_placement import slots_of
@@ -81,10 +81,14 @@ class StepCallbacks:
         return step == self._run.config.train.steps or (every > 0 and step % every == 0)
 
 
-def _validate(evaluate: Compiled, state: State, run: Run) -> float:
-    """The validation loss, in nats per token: the mean over the predicted tokens of all batches."""
+def _validate(evaluate: Compiled, state: State, run: Run) -> Mapping[str, float]:
+    """The validation losses, in nats per token, by their names in metrics."""
     # one program at a time: simulated devices share threads, and collectives of two programs could deadlock
     jax.block_until_ready(state)
-    losses = [float(evaluate(state["params"], run.on_mesh(rows), slots_of(state))) for rows in run.validation]
-    weights = run.validation_weights
-    return math.fsum(map(operator.mul, losses, weights)) / sum(weights)
+
+    def loss_of(rows: Rows) -> float:
+        return float(evaluate(state["params"], run.on_mesh(rows), slots_of(state)))
+
+    losses = [each.loss(loss_of) for each in run.validation]
+    names = [source.label for source in run.config.data.sources]
+    return loss_metrics(losses, run.mixture.weights_at(int(state["step"])), names)

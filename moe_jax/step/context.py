@@ -1,7 +1,7 @@
 """The inputs of a step: what is constant during a run, and what changes with every step.
 
 B sequences of this device, in A parts of b sequences for gradient accumulation; N tokens of a sequence and N1 = N + 1;
-M blocks with experts, E experts.
+M blocks with experts, E experts, S sources of a mixture.
 """
 
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages
 from moe_jax.data import token_marks
 from moe_jax.models.gates.inputs import EVALUATION, BatchPart, RouterInputs
-from moe_jax.models.head import NO_TARGET
+from moe_jax.models.head import NO_TARGET, SOURCE_STEP
 from moe_jax.models.parameters import param_dims
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel import zero
@@ -142,6 +142,7 @@ class StepInputs(NamedTuple):
     batch_part: BatchPart = EVALUATION
     slot_ME: Int[Array, "M E"] | None = None  # placement (`models/placement.py`); None: experts in order
     num_targets: Int[Array, ""] | None = None  # of the global batch, those that the loss counts; None: all tokens
+    source_targets_S: Int[Array, " S"] | None = None  # the same by source of a mixture
 
     @classmethod
     def of(
@@ -157,8 +158,15 @@ class StepInputs(NamedTuple):
         """
         if not context.config.data.has_marks:
             return cls(token_BN1, batch_part, slot_ME)
-        num_targets = sum_over_batch(token_marks.counted(local_shard(token_BN1[:, 1:])).sum())
-        return cls(depend_on(token_BN1, num_targets, context.compute.platform), batch_part, slot_ME, num_targets)
+        target_Bn, by_source, platform = local_shard(token_BN1[:, 1:]), None, context.compute.platform
+        if count := context.config.data.marked_sources:
+            is_counted_Bn, source_Bn = token_marks.counted(target_Bn), token_marks.sources(target_Bn)
+            of_source_S = [(is_counted_Bn & (source_Bn == source)).sum() for source in range(count)]
+            by_source = sum_over_batch(jnp.stack(of_source_S))
+            num_targets = by_source.sum()
+        else:
+            num_targets = sum_over_batch(token_marks.counted(target_Bn).sum())
+        return cls(depend_on(token_BN1, num_targets, platform), batch_part, slot_ME, num_targets, by_source)
 
     @property
     def has_marks(self) -> bool:
@@ -169,12 +177,23 @@ class StepInputs(NamedTuple):
         """Return the number of targets that the loss is the mean of; 1 if there are none."""
         return context.global_tokens if self.num_targets is None else jnp.maximum(self.num_targets, 1)
 
+    def mean_by_source(self, share_S: Float[Array, " S"]) -> Float[Array, " S"]:
+        """Return the mean loss of each source's targets from its part of the loss; NaN for a source without any."""
+        assert self.num_targets is not None
+        assert self.source_targets_S is not None
+        return share_S * (self.num_targets / self.source_targets_S)
+
     def local_tokens(self) -> OwnTokens:
-        """Return the tokens of this device without marks, with NO_TARGET for those that the loss does not count."""
+        """Return the tokens of this device without marks, with NO_TARGET for those that the loss does not count.
+
+        Other targets of a mixture have their source (`models/head.py`).
+        """
         own = local_tokens(self.token_BN1)
         if not self.has_marks:
             return own
         is_counted, target_Bn = token_marks.counted(own.target_Bn), token_marks.indices(own.target_Bn)
+        if self.source_targets_S is not None:
+            target_Bn += token_marks.sources(own.target_Bn) * SOURCE_STEP
         return OwnTokens(token_marks.indices(own.input_Bn), jnp.where(is_counted, target_Bn, NO_TARGET))
 
     def document_BN(self, context: StepContext) -> Int[Array, "B N"] | None:

@@ -1,6 +1,6 @@
 """The terms of the loss, and the metrics computed from them.
 
-M blocks with experts, E experts.
+M blocks with experts, E experts, S sources of a mixture.
 """
 
 from typing import NamedTuple
@@ -27,6 +27,7 @@ class ObjectiveParts(NamedTuple):
     count_ME: Int[Array, "M E"]
     num_dropped_M: Float[Array, " M"]
     z_loss: Float[Array, ""] | None = None  # of the head's logits, mean per token; None: it has no weight
+    source_loss_S: Float[Array, " S"] | None = None  # the parts of the cross-entropy by source; None: of no mixture
 
     def head_loss(self, z_loss_multiplier: float) -> Float[Array, ""]:
         """Return the cross-entropy plus the weighted z-loss of the logits, if there is one."""
@@ -53,7 +54,7 @@ def parts_of(
     """
     if stats is None or global_count_ME is None:
         none = jnp.zeros((0, 0), jnp.int32), jnp.zeros(0)
-        return ObjectiveParts(head.cross_entropy, *(jnp.float32(0),) * 2, *none, head.z_loss)
+        return ObjectiveParts(head.cross_entropy, *(jnp.float32(0),) * 2, *none, head.z_loss, head.source_loss_S)
     return ObjectiveParts(
         cross_entropy=head.cross_entropy,
         load_balance_loss=load_balance_loss(stats, global_count_ME, global_tokens, moe),
@@ -61,6 +62,7 @@ def parts_of(
         count_ME=stats.count_E,
         num_dropped_M=stats.num_dropped.astype(jnp.float32),
         z_loss=head.z_loss,
+        source_loss_S=head.source_loss_S,
     )
 
 

@@ -22,7 +22,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from moe_jax.models.gates.inputs import BatchPart
-from moe_jax.models.head import head_loss
+from moe_jax.models.head import LossForm, head_loss
 from moe_jax.models.transformer import forward
 from moe_jax.parallel import background
 from moe_jax.parallel.grad_sync import global_norm, sum_over_batch, sync_gradients
@@ -56,7 +56,7 @@ def objective(params: Params, inputs: StepInputs, context: StepContext) -> tuple
     x_BnD, stats = forward(
         *(params, input_Bn, model, compute, router_inputs, inputs.slot_ME, document_BN, context.block_gathers)
     )
-    sums = head_loss(params, x_BnD, target_Bn, model, compute.loss_chunk, context.config.train.z_loss_multiplier)
+    sums = head_loss(params, x_BnD, target_Bn, model, compute.loss_chunk, LossForm.of(context.config))
     head = jax.tree.map(lambda total: total / inputs.loss_divisor(context), sums)
     count_ME = None if stats is None else sum_over_batch(stats.count_E)
     parts = parts_of(head.terms, stats, count_ME, tokens, model.moe)
@@ -127,6 +127,8 @@ def train_step(
     total = sum_over_batch(parts)
     rate = learning_rate(config)(updates_done(state["optimizer"]))
     metrics = metrics_of(total, norm, rate, config.model.moe, config.train.z_loss_multiplier)
+    if total.source_loss_S is not None:
+        metrics["source_loss"] = inputs.mean_by_source(total.source_loss_S)
     is_good = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
     if max_loss is not None:
         is_good &= metrics["loss"] <= max_loss

@@ -1,7 +1,7 @@
 """Turns the metrics that a step returns, which are on the devices, into the records of a run."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -42,9 +42,12 @@ class Meter:
         peak_flops_per_s: float,
         joules: Joules | None = None,
         listener: Callable[[Clock], CompletionListener] = CompletionListener,
+        metrics_at: Callable[[int], Mapping[str, float]] = lambda step: {},
     ):
-        """`peak_flops_per_s`: of all devices together, for MFU. `joules`: reads the energy used, if it is counted."""
-        self._config, self._log, self._peak = config, log, peak_flops_per_s
+        """`peak_flops_per_s`: of all devices together, for MFU. `joules`: reads the energy used, if it is counted.
+        `metrics_at`: metrics of a step that the host knows, such as the tokens of each source.
+        """
+        self._config, self._log, self._peak, self._metrics_at = config, log, peak_flops_per_s, metrics_at
         self._now = Clock(joules, log.warn)
         self._listener = listener(self._now)
         self._tokens = config.train.batch_size * config.data.seq_len
@@ -107,9 +110,12 @@ class Meter:
         """Whether a record of this step is due, even if the run does not end with it."""
         return step % self._config.log.every == 0 or step in (1, self._config.train.steps)
 
-    def record_validation(self, step: int, loss: float) -> None:
-        """Record a validation loss. Raises DivergedError if it is not finite and the state would be saved."""
-        self._log.write({"step": step, "validation_loss": loss})
+    def record_validation(self, step: int, losses: Mapping[str, float]) -> None:
+        """Record validation losses, by name. Raises DivergedError if `validation_loss` is not finite and the state
+        would be saved.
+        """
+        self._log.write({"step": step, **losses})
+        loss = losses["validation_loss"]
         if not math.isfinite(loss) and self.bad_steps.may_save(step):
             raise DivergedError(
                 f"step {step} has validation_loss={loss:g}: training has diverged, and what came of it is not saved: "
@@ -155,8 +161,10 @@ class Meter:
         statistics = load_statistics(read["expert_load"]) if "expert_load" in read else {}
         if not self._has_loads(step):
             read.pop("expert_load", None)
+        by_source = zip(self._config.data.sources, read.pop("source_loss", ()), strict=False)
         values = {name: _rounded(value) for name, value in read.items()} | statistics
-        values |= self.bad_steps.counts()
+        values |= {f"loss/{source.label}": _rounded(loss) for source, loss in by_source if np.isfinite(loss)}
+        values |= {**self.bad_steps.counts(), **self._metrics_at(step)}
         if self._timed_steps > self._recorded_steps:
             values |= self._rates(step)
         self._recorded_steps = self._timed_steps

@@ -107,7 +107,9 @@ class RunLog:
             loss = record["validation_loss"]
             bits = loss / math.log(2)
             text = f"step {step} validation loss {loss:.3f} nats per token ({bits:.3f} bits)"
-            self._print(text, in_place=False)
+            prefix = "validation_loss/"
+            parts = [f"{key.removeprefix(prefix)} {record[key]:.3f}" for key in record if key.startswith(prefix)]
+            self._print(f"{text}: {', '.join(parts)}" if parts else text, in_place=False)
         if "loss" in record:
             self._show_progress(record, step)
 

@@ -12,7 +12,7 @@ DATA = [
     (
         "another kind of file",
         "data.path=page.html",
-        "data.path=page.html is neither a .txt file nor a folder: prepare it with scripts/prepare_text.py",
+        "data.path=page.html is no folder, .txt, .jsonl or .parquet file: prepare it with scripts/prepare_text.py",
     ),
     (
         "a text shorter than a sequence",

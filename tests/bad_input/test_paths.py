@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from moe_jax.config import Config, DataConfig, LogConfig, Sections
+from moe_jax.config.sections import DataSource
 from moe_jax.config.yaml_io import load_config, setting_names
 from moe_jax.errors import ConfigError
 from moe_jax.paths import SETTINGS, plain_path
@@ -79,6 +80,15 @@ def test_a_log_dir_that_libraries_take_for_a_pattern_is_refused(
     )
 
 
+def test_paths_of_sources_are_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = load_config(overrides=["data.sources=[{path: ~/a, weight: 1}, {path: b, weight: 1, name: ~c}]"])
+    assert [source.path for source in config.data.sources] == ["/home/me/a", "b"]
+    assert [source.label for source in config.data.sources] == ["a", "~c"]
+    with pytest.raises(ConfigError, match=r"^data.sources\[0\].path=~/a is not replaced here: write /home/me/a$"):
+        Config(data=DataConfig(sources=(DataSource(path="~/a", weight=1),)))
+
+
 @pytest.mark.parametrize("name", sorted(SETTINGS))
 def test_home_and_variables_are_replaced_in_every_setting(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
@@ -105,7 +115,7 @@ def test_a_config_made_in_python_is_told_what_to_write(monkeypatch: pytest.Monke
 def test_every_setting_that_names_a_file_is_among_them() -> None:
     """Those whose text is no name of a part of the program: a new one has to be put into one of the two."""
     words = {"model.moe.gate", "model.moe.dispatcher", "model.moe.hooks", "schedule.policy", "exchange.algorithm"}
-    words |= {"optimizer.name", "train.grouped_product", "log.wandb_project", "log.sample_prompt"}
+    words |= {"optimizer.name", "train.grouped_product", "log.wandb_project", "log.sample_prompt", "data.text_key"}
     texts = set()
     for name in setting_names(Sections):
         *path, key = name.split(".")

@@ -9,8 +9,11 @@ import pytest
 from moe_jax.config import DataConfig
 from moe_jax.data.chunk_checksums import CHUNK_BYTES
 from moe_jax.data.loader import Batches, train_batches, validation_batches
+from moe_jax.data.mixture import Mixture
 from moe_jax.data.prepare import prepare_text
-from moe_jax.data.tokens import open_tokens, verify_tokens
+from moe_jax.data.samples import Samples
+from moe_jax.data.sources import open_tokens
+from moe_jax.data.tokens import verify_tokens
 from moe_jax.errors import DataError
 
 SEQ_LEN, BATCH = 100, 16
@@ -40,16 +43,8 @@ def damaged(sound: Path, tmp_path: Path) -> Path:
 
 def batches_of(folder: Path, damaged_chunks: int = 0) -> Batches:
     data = DataConfig(path=str(folder), seq_len=SEQ_LEN, damaged_chunks=damaged_chunks)
-    tokens = open_tokens(data, 256)
-    return train_batches(
-        tokens.train,
-        seq_len=SEQ_LEN,
-        batch_size=BATCH,
-        seed=0,
-        rows=[range(BATCH)],
-        prefetch=3,
-        chunks=tokens.train_chunks,
-    )
+    samples = Samples.of(open_tokens(data, 256)[0], "train", data)
+    return train_batches([samples], Mixture.of(data, BATCH, 0), rows=[range(BATCH)], prefetch=3)
 
 
 def test_a_damaged_byte_stops_the_run_that_reads_it(damaged: Path, sound: Path) -> None:
@@ -69,7 +64,7 @@ def test_a_damaged_byte_stops_the_run_that_reads_it(damaged: Path, sound: Path) 
 
 def test_each_thread_that_reads_one_damaged_chunk_too_many_is_stopped(damaged: Path) -> None:
     """Another thread's batch may be the earlier one."""
-    chunks = open_tokens(DataConfig(path=str(damaged), seq_len=SEQ_LEN), 256).train_chunks
+    chunks = open_tokens(DataConfig(path=str(damaged), seq_len=SEQ_LEN), 256)[0].train_chunks
     assert chunks is not None
     for _ in range(2):
         with pytest.raises(DataError, match="is damaged in bytes"):
@@ -101,16 +96,10 @@ def test_as_many_chunks_as_allowed_are_passed_over_and_told(
 
 def test_a_validation_text_is_checked_before_the_first_step(damaged: Path) -> None:
     (damaged / "validation.bin").write_bytes(bytes((damaged / "validation.bin").stat().st_size))
-    tokens = open_tokens(DataConfig(path=str(damaged), seq_len=SEQ_LEN), 256)
+    data = DataConfig(path=str(damaged), seq_len=SEQ_LEN)
+    samples = Samples.of(open_tokens(data, 256)[0], "validation", data)
     with pytest.raises(DataError, match=r"validation\.bin is damaged in bytes 0 to 28000: their crc32 is"):
-        validation_batches(
-            tokens.validation,
-            seq_len=SEQ_LEN,
-            batch_size=2,
-            num_batches=1,
-            rows=[range(2)],
-            chunks=tokens.validation_chunks,
-        )
+        validation_batches(samples, batch_size=2, num_batches=1, rows=[range(2)])
 
 
 def test_a_folder_without_checksums_of_chunks_is_read_whole_at_the_start(damaged: Path) -> None:

@@ -3,14 +3,15 @@
 import json
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from moe_jax.data import loader as data
-from moe_jax.data.loader import train_batches, validation_batches
+from moe_jax.config import DataConfig
+from moe_jax.data.loader import Batches, train_batches, validation_batches
+from moe_jax.data.mixture import Mixture
+from moe_jax.data.samples import Samples
 from moe_jax.errors import DataError
 
 SEQ_LEN, BATCH, SAMPLES = 5, 12, 50
@@ -25,8 +26,13 @@ def read(
     prefetch: int = 3,
     tokens: NDArray[np.integer] = TOKENS,
 ) -> NDArray[np.int32]:
-    batches = train_batches(tokens, seq_len=SEQ_LEN, batch_size=BATCH, seed=seed, rows=rows, prefetch=prefetch)
+    batches = start(rows, seed, prefetch, tokens)
     return np.stack([next(batches) for _ in range(num_batches)])
+
+
+def start(rows: list[range], seed: int, prefetch: int, tokens: NDArray[np.integer] = TOKENS) -> Batches:
+    mixture = Mixture.of(DataConfig(), BATCH, seed)
+    return train_batches([Samples(tokens, SEQ_LEN)], mixture, rows=rows, prefetch=prefetch)
 
 
 def sample_ids(batches: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -74,19 +80,16 @@ def test_the_rows_of_all_processes_make_up_the_batch_of_one(processes: list[list
 def test_a_run_of_four_processes_goes_on_with_two(prefetch: int) -> None:
     whole = read(12)
 
-    def start(rows: list[range]) -> data.Batches:
-        return train_batches(TOKENS, seq_len=SEQ_LEN, batch_size=BATCH, seed=0, rows=rows, prefetch=prefetch)
-
     states = set()
     for process in range(4):
-        batches = start([range(3 * process, 3 * process + 3)])
+        batches = start([range(3 * process, 3 * process + 3)], 0, prefetch)
         for _ in range(5):
             next(batches)
         states.add(json.dumps(batches.get_state()))
     (state,) = states  # it is the same on every process
     for process in range(2):
         rows = range(6 * process, 6 * process + 6)
-        batches = start([rows])
+        batches = start([rows], 0, prefetch)
         next(batches)  # an iterator in use can be set back too
         batches.set_state(json.loads(state))
         np.testing.assert_array_equal([next(batches) for _ in range(7)], whole[5:, rows])
@@ -102,7 +105,7 @@ def test_a_process_reads_its_own_rows_only(monkeypatch: pytest.MonkeyPatch) -> N
 def test_batches_are_read_ahead_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = TOKENS.copy()  # readers of other tests may still read ahead
     read_ids = record_reads(monkeypatch, tokens)
-    batches = train_batches(tokens, seq_len=SEQ_LEN, batch_size=BATCH, seed=0, rows=WHOLE, prefetch=4)
+    batches = start(WHOLE, 0, 4, tokens)
     next(batches)
     deadline = time.monotonic() + 10
     while len(read_ids) < 5 * BATCH and time.monotonic() < deadline:
@@ -113,19 +116,20 @@ def test_batches_are_read_ahead_in_the_background(monkeypatch: pytest.MonkeyPatc
 def record_reads(monkeypatch: pytest.MonkeyPatch, tokens: NDArray[np.integer] = TOKENS) -> list[int]:
     """The ids of all samples of these tokens that are read from now on."""
     ids: list[int] = []
-    original = data._read_samples
+    original = Samples.read
 
-    def recording(read: NDArray[np.integer], samples: Sequence[int], *rest: Any) -> NDArray[np.int32]:
-        ids.extend(samples if read is tokens else [])
-        return original(read, samples, *rest)
+    def recording(samples: Samples, numbers: Sequence[int]) -> NDArray[np.int32]:
+        ids.extend(numbers if samples.tokens is tokens else [])
+        return original(samples, numbers)
 
-    monkeypatch.setattr(data, "_read_samples", recording)
+    monkeypatch.setattr(Samples, "read", recording)
     return ids
 
 
 def validate(num_batches: int, batch_size: int = 7, rows: list[range] | None = None) -> list[NDArray[np.int32]]:
     rows = rows or [range(batch_size)]
-    return validation_batches(TOKENS, seq_len=SEQ_LEN, batch_size=batch_size, num_batches=num_batches, rows=rows)
+    samples = Samples(TOKENS, SEQ_LEN)
+    return validation_batches(samples, batch_size=batch_size, num_batches=num_batches, rows=rows)
 
 
 @pytest.mark.parametrize(("asked", "given"), [(1, 1), (3, 3), (7, 7), (8, 7), (100, 7)])

@@ -21,8 +21,9 @@ import pytest
 from moe_jax.config import DataConfig
 from moe_jax.data import long_text, prepare, text_files
 from moe_jax.data.prepare import prepare_text
+from moe_jax.data.sources import open_tokens
 from moe_jax.data.tokenizer import load_tokenizer
-from moe_jax.data.tokens import open_tokens, read_meta, verify_tokens
+from moe_jax.data.tokens import read_meta, verify_tokens
 from moe_jax.errors import DataError
 from tests.data.tokenizer_kinds import KINDS, LINES, save
 
@@ -77,7 +78,7 @@ def test_the_tokens_are_the_text_whatever_its_form(
     characters = sum(map(len, DOCUMENTS))
     assert len(validation.replace("␄", "")) == characters // 4  # a document may be divided
     assert meta.dtype == ("uint16" if tokenizer == "bpe" else "uint8")
-    assert open_tokens(DataConfig(path=str(tmp_path / "out"), seq_len=8), 400).vocab_size == meta.vocab_size
+    assert open_tokens(DataConfig(path=str(tmp_path / "out"), seq_len=8), 400)[0].vocab_size == meta.vocab_size
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 

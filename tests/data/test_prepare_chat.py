@@ -12,11 +12,14 @@ from moe_jax.config import DataConfig
 from moe_jax.data.answer_spans import MARKS, rendered
 from moe_jax.data.chat_template import ChatTemplate
 from moe_jax.data.loader import train_batches, validation_batches
+from moe_jax.data.mixture import Mixture
 from moe_jax.data.packing import pack
 from moe_jax.data.prepare_chat import Prepared, prepare_chat
+from moe_jax.data.samples import Samples
+from moe_jax.data.sources import open_tokens
 from moe_jax.data.token_marks import FIRST, UNCOUNTED
 from moe_jax.data.tokenizer import load_tokenizer
-from moe_jax.data.tokens import open_tokens, read_meta, verify_tokens
+from moe_jax.data.tokens import read_meta, verify_tokens
 from moe_jax.errors import DataError
 from tests.bad_input.cases import COMMANDS
 from tests.data.tokenizer_kinds import byte_level
@@ -165,21 +168,15 @@ def test_sequences_are_filled_with_whole_conversations() -> None:
 def test_training_reads_each_sequence_as_it_was_packed(model: Path, tmp_path: Path) -> None:
     made = prepared(tmp_path, [{"prompt": f"{n}: ", "completion": "x" * (n % 40 + 1)} for n in range(60)])
     data = DataConfig(path=str(tmp_path / "out"), seq_len=SEQ_LEN, mask_documents=True)
-    tokens = open_tokens(data, made.meta.vocab_size)
+    (tokens,) = open_tokens(data, made.meta.vocab_size)
+    train, validation = Samples.of(tokens, "train", data), Samples.of(tokens, "validation", data)
     whole = sequences(tmp_path)
-    batches = train_batches(
-        tokens.train,
-        **{"seq_len": SEQ_LEN, "batch_size": len(whole), "seed": 0, "rows": [range(len(whole))], "prefetch": 0},
-        chunks=tokens.train_chunks,
-        is_packed=True,
-    )
-    batch = next(batches)
+    mixture = Mixture.of(data, len(whole), 0)
+    batch = next(train_batches([train], mixture, rows=[range(len(whole))], prefetch=0))
     assert batch.dtype == np.int32
     assert sorted(map(tuple, batch)) == sorted(map(tuple, whole.astype(np.int32)))
-    validation = validation_batches(
-        tokens.validation, seq_len=SEQ_LEN, batch_size=1, num_batches=99, rows=[range(1)], is_packed=True
-    )
-    np.testing.assert_array_equal(np.concatenate(validation), sequences(tmp_path, "validation"))
+    batches = validation_batches(validation, batch_size=1, num_batches=99, rows=[range(1)])
+    np.testing.assert_array_equal(np.concatenate(batches), sequences(tmp_path, "validation"))
 
 
 def test_a_packed_folder_is_read_as_nothing_else(model: Path, tmp_path: Path) -> None:

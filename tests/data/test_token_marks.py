@@ -7,9 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_jax.config import DataConfig, LogConfig
+from moe_jax.config.sections import MOST_MARKED_SOURCES
 from moe_jax.data.loader import train_batches, validation_batches
+from moe_jax.data.mixture import Mixture
 from moe_jax.data.prepare import prepare_text
-from moe_jax.data.token_marks import FIRST, UNCOUNTED, counted, documents, indices, mark_documents, num_targets
+from moe_jax.data.samples import Samples
+from moe_jax.data.token_marks import (
+    FIRST,
+    UNCOUNTED,
+    counted,
+    documents,
+    indices,
+    mark_documents,
+    mark_sources,
+    num_targets,
+    sources,
+)
 from moe_jax.run.setup import open_run
 from tests.small import small_config
 
@@ -43,26 +56,33 @@ def test_a_run_marks_the_documents_of_its_folder(tmp_path: Path) -> None:
         log = LogConfig(dir=str(tmp_path / "run"))
         config = dataclasses.replace(small_config(8, 1, model={"vocab_size": 256}), data=settings, log=log)
         run = open_run(config)
-        assert run.validation_weights == ([num_targets(run.validation[0])] if is_masked else [1])
-        for batch in (next(run.batches), run.validation[0]):
+        (validation,) = run.validation
+        assert validation.weights == ([num_targets(validation.batches[0])] if is_masked else [1])
+        for batch in (next(run.batches), validation.batches[0]):
             assert bool((batch & FIRST).any()) == is_masked
             np.testing.assert_array_equal((batch[:, 1:] & FIRST) != 0, is_masked & (batch[:, :-1] & 255 == 255))
 
 
 def test_the_largest_vocabulary_leaves_room_for_marks() -> None:
-    largest = jnp.int32(2**24 - 1)
-    assert indices(largest | FIRST | UNCOUNTED) == largest
-    assert counted(largest)
+    largest = np.full((2, 1), 2**24 - 1, np.int32)
+    marked = largest | FIRST | UNCOUNTED
+    mark_sources(marked, np.array([0, MOST_MARKED_SOURCES - 1]))
+    assert (indices(marked) == largest).all()
+    assert sources(marked).ravel().tolist() == [0, 31]
+    assert not counted(marked).any()
+    mark_sources(largest, np.array([0, 31]))
+    assert counted(largest).all()
+    assert not documents(largest).any()
 
 
 def test_batches_are_marked_where_the_end_is_named() -> None:
-    named = {"seq_len": 4, "batch_size": 3, "rows": [range(3)]}
+    rows = [range(3)]
     plain, marked = (
         [
-            next(train_batches(TOKENS, seed=0, prefetch=0, end_of_text=end, **named)),
-            validation_batches(TOKENS, num_batches=1, end_of_text=end, **named)[0],
+            next(train_batches([samples], Mixture.of(DataConfig(), 3, 0), prefetch=0, rows=rows)),
+            validation_batches(samples, batch_size=3, num_batches=1, rows=rows)[0],
         ]
-        for end in (None, END)
+        for samples in (Samples(TOKENS, 4), Samples(TOKENS, 4, end_of_text=END))
     )
     for without, batch in zip(plain, marked, strict=True):
         assert (without < 10).all()

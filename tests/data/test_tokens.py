@@ -9,7 +9,8 @@ import pytest
 
 from moe_jax.config import DataConfig
 from moe_jax.data.prepare import prepare_text
-from moe_jax.data.tokens import open_tokens, verify_tokens
+from moe_jax.data.sources import open_tokens
+from moe_jax.data.tokens import verify_tokens
 from moe_jax.errors import DataError
 
 REMAKE = "make the folder again with scripts/prepare_text.py"
@@ -47,7 +48,7 @@ def change_meta(folder: Path, **values: Any) -> None:
 
 
 def test_a_text_file_is_its_bytes_and_its_end_validates(text: Path) -> None:
-    tokens = open_tokens(data(text, validation_fraction=0.25), 256)
+    (tokens,) = open_tokens(data(text, validation_fraction=0.25), 256)
     assert isinstance(tokens.train, np.memmap)
     assert isinstance(tokens.validation, np.memmap)
     assert tokens.train.dtype == np.uint8
@@ -61,11 +62,11 @@ def test_a_text_file_has_no_documents_to_mask(text: Path, folder: Path) -> None:
         f"data.mask_documents=true, and data.path={text} is one document: prepare a folder of documents with "
         "scripts/prepare_text.py, or use data.mask_documents=false"
     )
-    assert open_tokens(data(folder, mask_documents=True), 256).meta
+    assert open_tokens(data(folder, mask_documents=True), 256)[0].meta
 
 
 def test_a_folder_has_its_own_split_and_vocabulary(folder: Path) -> None:
-    tokens = open_tokens(data(folder, validation_fraction=0.5), 1000)
+    (tokens,) = open_tokens(data(folder, validation_fraction=0.5), 1000)
     assert isinstance(tokens.train, np.memmap)
     assert tokens.train.tobytes() + tokens.validation.tobytes() == TEXT.encode() + b"\xff"
     assert len(tokens.validation) == len(TEXT) // 10 + 1
@@ -83,7 +84,7 @@ def test_a_missing_path_is_answered_with_the_nearest_one(text: Path, folder: Pat
 def test_another_kind_of_file_is_refused(text: Path) -> None:
     other = text.rename(text.with_suffix(".md"))
     assert refusal(other) == (
-        f"data.path={other} is neither a .txt file nor a folder: prepare it with scripts/prepare_text.py"
+        f"data.path={other} is no folder, .txt, .jsonl or .parquet file: prepare it with scripts/prepare_text.py"
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from moe_jax.distributed import processes
 from moe_jax.distributed.processes import ClusterManager, ProcessError, Processes, detect_cluster, initialize
-from moe_jax.errors import UserError
+from moe_jax.errors import DataError, UserError
 from moe_jax.launch.supervisor import reserved_port
 
 SLURM = {
@@ -257,3 +257,27 @@ def test_tasks_of_a_slurm_job_join_by_themselves(clear: pytest.MonkeyPatch) -> N
     ]
     told = [task.communicate(timeout=60)[0].splitlines()[-1] for task in tasks]
     assert told == ["0 2 2", "1 2 2"]
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_process_0_is_first_and_the_others_do_not_wait_for_its_error(
+    is_main: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+    monkeypatch.setattr(processes, "is_main_process", lambda: is_main)
+    monkeypatch.setattr(processes, "allgather", lambda _: happened.append("barrier"))
+
+    def action() -> int:
+        happened.append("action")
+        return 5
+
+    def fail() -> int:
+        happened.append("action")
+        raise DataError("no text")
+
+    order = ["action", "barrier"] if is_main else ["barrier", "action"]
+    assert processes.main_first(action) == 5
+    assert happened == order
+    with pytest.raises(DataError, match="no text"):
+        processes.main_first(fail)
+    assert happened == order * 2

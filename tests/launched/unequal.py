@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from moe_jax.checkpoint.checksums import digest_program
 from moe_jax.checkpoint.save import Checkpoints
 from moe_jax.config.yaml_io import load_draft
-from moe_jax.data.tokens import open_tokens
+from moe_jax.data.sources import open_tokens
 from moe_jax.distributed.processes import add_arguments, initialize, options_from
 from moe_jax.errors import UserError
 from moe_jax.run.process_agreement import check_same_data, check_same_settings

@@ -10,7 +10,7 @@ import pytest
 
 from moe_jax.config import ModelConfig, MoEConfig
 from moe_jax.config.loss_chunks import tokens_of_chunk
-from moe_jax.models.head import HeadLoss, LossTerms, head_loss
+from moe_jax.models.head import NO_TARGET, SOURCE_STEP, HeadLoss, LossForm, LossTerms, head_loss
 from tests import references
 
 MODEL = ModelConfig(vocab_size=40, hidden_size=16, num_layers=1, num_attention_heads=2, moe=MoEConfig(num_experts=0))
@@ -37,7 +37,7 @@ def twin(params, x_BnD, target_Bn, model, z_weight):
 
 def loss_of(model, loss_chunk, z_weight=0.0):
     def mean(params, x_BnD, target_Bn):
-        sums = head_loss(params, x_BnD, target_Bn, model, loss_chunk, z_weight)
+        sums = head_loss(params, x_BnD, target_Bn, model, loss_chunk, LossForm(z_weight))
         loss = jax.tree.map(lambda total: total / target_Bn.size, sums)
         return loss.total, loss
 
@@ -57,6 +57,30 @@ def test_chunks_have_the_loss_and_gradients_of_the_whole(tied, z_weight, loss_ch
     without_gradient = jax.jit(loss_of(model, loss_chunk, z_weight))(params, x_BnD, target_Bn)
     chex.assert_trees_all_close(without_gradient, expected[0], rtol=1e-5)
     chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("loss_chunk", [None, 7])
+@pytest.mark.parametrize("z_weight", [0.0, 0.3])
+def test_the_loss_of_each_source_is_that_of_its_tokens(loss_chunk, z_weight):
+    """And the gradients are those without sources. Source 2 has no token; two tokens are not counted."""
+    params, x_BnD, target_Bn = example(MODEL)
+    target_Bn[0, :2] = NO_TARGET
+    source_Bn = np.array([[0], [1], [3]]) + np.zeros_like(target_Bn)
+    marked_Bn = np.where(target_Bn == NO_TARGET, NO_TARGET, target_Bn + source_Bn * SOURCE_STEP)
+
+    def run(target_Bn, form):
+        def loss(params, x_BnD, target_Bn):
+            found = head_loss(params, x_BnD, target_Bn, MODEL, loss_chunk, form)
+            return found.total, found.terms
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, x_BnD, target_Bn)
+
+    (total, terms), gradients = run(marked_Bn, LossForm(z_weight, 4))
+    found = (total, terms._replace(source_loss_S=None)), gradients
+    chex.assert_trees_all_close(found, run(target_Bn, LossForm(z_weight)), rtol=1e-6)
+    for source in range(4):
+        alone, _ = run(np.where(source_Bn == source, target_Bn, NO_TARGET), LossForm())
+        np.testing.assert_allclose(terms.source_loss_S[source], alone[1].cross_entropy, rtol=1e-6)
 
 
 def test_half_precision_is_as_exact_as_without_chunks():

@@ -33,6 +33,26 @@ table(
     },
 )
 
+# docs/data.md
+_reading = result("data_sources")["million_tokens_per_s"]
+
+
+def _rates(name: str, digits: int) -> str:
+    return _digits(*(_reading[name][length]["median"] for length in ("256", "1024")), digits=digits)
+
+
+table(
+    "data.md",
+    "| million tokens per second |",
+    {
+        "prepared folder": _rates("folder", 1),
+        "mixture of 2": f"2 {_rates('mixture of 2', 1)}",
+        "mixture of 10": f"10 {_rates('mixture of 10', 1)}",
+        ".jsonl": _rates("jsonl", 2),
+        ".parquet": _rates("parquet", 2),
+    },
+)
+
 # docs/context.md
 _long = result("long_sequence")
 

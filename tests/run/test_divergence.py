@@ -9,9 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from moe_jax.data.loader import sample_indices
+from moe_jax.data.loader import batch_samples
+from moe_jax.data.mixture import Mixture
+from moe_jax.data.samples import Samples
+from moe_jax.data.sources import open_tokens
 from moe_jax.data.token_marks import mark_documents
-from moe_jax.data.tokens import open_tokens
 from moe_jax.errors import EXIT_DIVERGED, DivergedError
 from moe_jax.run import describe, loop
 from moe_jax.run.locate_nonfinite import _outputs
@@ -97,10 +99,10 @@ def test_what_comes_again_stops_the_run_and_is_found(starts, tmp_path):
     assert checkpoints(tmp_path) == ["2"], "none between bad steps"
     found = json.loads((tmp_path / "bad_step.json").read_text())
     assert "experts.up" in " ".join(found.pop("gradients")["block 1"])
-    tokens = open_tokens(config.data, config.model.vocab_size).train
+    sources = [Samples.of(open_tokens(config.data, config.model.vocab_size)[0], "train", config.data)]
     assert found == {
         **{"step": 5, "loss": "nan", "grad_norm": "nan", "batch": 4},
-        "samples": sample_indices(tokens, 16, 8, seed=0, batch=4),
+        "samples": [number for _, number in batch_samples(sources, Mixture.of(config.data, 8, 0), batch=4)],
         **{"first_output": "block 1", "devices": [5], "first_gradient": "block 1", "parameters": {}},
     }
 

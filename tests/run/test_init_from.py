@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from moe_jax.cli import convert, generate
-from moe_jax.config import Config, MeshConfig, MoEConfig, TrainConfig
+from moe_jax.config import Config, DataConfig, MeshConfig, MoEConfig, TrainConfig
 from moe_jax.config.yaml_io import load_config
 from moe_jax.data.prepare import prepare_text
 from moe_jax.errors import ConfigError, DataError
@@ -135,7 +135,7 @@ def test_a_run_that_began_here_has_the_tokens_of_its_data(with_tokenizer, capsys
         (folder / "run_here").mkdir(exist_ok=True)
         (folder / "run_here" / "config.yaml").write_text(f"data:\n  path: {folder}/{trained_on}\n")
         begun = dataclasses.replace(Config().train, init_from=f"{folder}/run_here")
-        check_tokens(dataclasses.replace(Config(), train=begun), folder / data, new=True)
+        check_tokens(Config(train=begun, data=DataConfig(path=f"{folder}/{data}")), new=True)
 
     for trained_on, data in (("bytes", "text.txt"), ("text.txt", "bytes"), ("bpe", "bpe"), ("tokens", "tokens")):
         check(trained_on, data)
@@ -158,16 +158,16 @@ def test_folders_of_an_older_version_are_not_passed_over_in_silence(with_tokeniz
     capsys.readouterr()
     (data / "meta.json").write_text(json.dumps(meta))
     for new in (True, False):
-        check_tokens(Config(), data, new)
+        check_tokens(Config(data=DataConfig(path=str(data))), new)
         assert capsys.readouterr().out.startswith(f"warning: data.path={data} was made by an older version, which enc")
     made = Tokenizer.from_file(str(data / "tokenizer.json"))
     made.enable_truncation(max_length=8)
     made.save(str(data / "tokenizer.json"))
-    check_tokens(Config(), data, new=False)
+    check_tokens(Config(data=DataConfig(path=str(data))), new=False)
     problem = f"data.path={data} was made by an older version, which obeyed the truncation in {data}/tokenizer.json"
     assert capsys.readouterr().out == f"warning: {problem}: text is missing, or padding is in between\n"
     with pytest.raises(DataError) as refusal:
-        check_tokens(Config(), data, new=True)
+        check_tokens(Config(data=DataConfig(path=str(data))), new=True)
     again = "make the folder again with scripts/prepare_text.py TEXT FOLDER --tokenizer"
     assert str(refusal.value) == f"{problem}: {again} {data}"
 

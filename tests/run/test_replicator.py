@@ -181,7 +181,7 @@ def test_a_run_that_is_done_again_takes_no_copies_of_other_settings(start, tmp_p
 
 def test_a_run_that_has_diverged_leaves_nothing_to_go_on_from(tmp_path, monkeypatch):
     (tmp_path / "memory").mkdir()
-    monkeypatch.setattr(behind, "_validate", lambda *_: float("nan"))
+    monkeypatch.setattr(behind, "_validate", lambda *_: {"validation_loss": float("nan")})
     with pytest.raises(DivergedError):
         train(config_in(tmp_path))
     assert losses_of(tmp_path).keys() == {1, 2, 3, 4, 5}

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from moe_jax.config import Config
+from moe_jax.config import Config, DataConfig
+from moe_jax.data.mixture import Mixture
 from moe_jax.data.token_marks import FIRST, UNCOUNTED, mark_documents
 from moe_jax.run.step_hooks import _validate
+from moe_jax.run.validation import ValidationSet
 from moe_jax.step.trainer import make_trainer
 from tests.small import first_params, small_config
 from tests.step.gradients import mesh_of
@@ -56,5 +58,12 @@ def test_a_batch_without_targets_has_no_loss() -> None:
 
 
 def test_a_validation_loss_is_the_mean_over_the_targets_of_all_batches() -> None:
-    means, run = {0: 1.0, 1: 3.0}, SimpleNamespace(validation=[0, 1], validation_weights=[3, 1], on_mesh=lambda x: x)
-    assert _validate(lambda params, batch, slots: means[batch], {"params": ()}, run) == 1.5
+    means, data = {0: 1.0, 1: 3.0}, DataConfig()
+    run = SimpleNamespace(
+        validation=[ValidationSet([0, 1], [3, 1])],
+        on_mesh=lambda x: x,
+        config=SimpleNamespace(data=data),
+        mixture=Mixture.of(data, 1, 0),
+    )
+    losses = _validate(lambda params, batch, slots: means[batch], {"params": (), "step": 1}, run)
+    assert losses == {"validation_loss": 1.5}

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from moe_jax.config import Config, DataConfig, ExchangeConfig, LogConfig, ModelConfig, MoEConfig, TrainConfig
+from moe_jax.config.sections import DataSource
 from moe_jax.errors import DivergedError
 from moe_jax.plan.resources import train_flops_per_token
 from moe_jax.telemetry.meter import Meter
@@ -238,13 +239,24 @@ def test_a_bad_step_is_no_time_for_a_checkpoint_but_at_the_end(clock):
     assert reader.bad_steps.may_save(12)
 
 
+def test_losses_of_sources_are_recorded_by_name(clock):
+    sources = tuple(DataSource(path=f"texts/{name}.jsonl", weight=1) for name in ("web", "code", "books"))
+    config = Config(data=DataConfig(path=None, sources=sources), model=ModelConfig(moe=MoEConfig(num_experts=0)))
+    reader = GoodSteps(config, records := Records(), MATRIX_RATE)
+    reader.add(1, {"loss": jnp.float32(2), "grad_norm": jnp.float32(1), "source_loss": jnp.array([2.5, jnp.nan, 1.5])})
+    clock.now_s += 1
+    reader.finish()
+    found = {name: value for name, value in records[0].items() if name.startswith(("loss/", "source"))}
+    assert found == {"loss/web": 2.5, "loss/books": 1.5}, "a source without tokens in the step has none"
+
+
 def test_a_validation_that_is_not_finite_ends_the_run(clock):
     reader, records = metered(every=5)
     with pytest.raises(DivergedError, match=r"^step 8 has validation_loss=nan: .*learning_rate below 0.001"):
-        reader.record_validation(8, float("nan"))
+        reader.record_validation(8, {"validation_loss": float("nan")})
     reader.add(9, {"loss": jnp.float32("nan"), "grad_norm": jnp.float32(1), "bad_step": jnp.int32(1)})
     reader.finish()
-    reader.record_validation(9, float("nan"))  # bad steps have a way out of their own
+    reader.record_validation(9, {"validation_loss": float("nan")})  # bad steps have a way out of their own
     assert [record["step"] for record in records] == [8, 9]
 
 

@@ -5,6 +5,7 @@ Each error message gives the setting, its value and the cure.
 
 from moe_jax.config.attention_kernels import check_attention_kernel
 from moe_jax.config.sections import Sections
+from moe_jax.config.validate.data import check_data
 from moe_jax.config.validate.mesh import (
     check_batch_split,
     check_context_split,
@@ -49,6 +50,7 @@ def check_config(config: Sections) -> None:
     check_schedule(config)
     check_exchange(config)
     check_optimizer(config.optimizer, config.train.steps)
+    check_data(config.data)
     check_training(config)
     check_attention_kernel(config)
     check_tune(config)

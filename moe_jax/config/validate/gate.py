@@ -7,7 +7,7 @@ import math
 from moe_jax.config.registry import DISPATCHER_FACTS, GATE_FACTS
 from moe_jax.config.sections import MoEConfig
 from moe_jax.config.validate.messages import all_of, divisors_text
-from moe_jax.config.validate.ranges import RANGES
+from moe_jax.config.validate.ranges import RANGES, check_changes
 from moe_jax.errors import ConfigError
 
 _SMALL = {1: "one expert", 2: "two"}  # numbers of experts, in words
@@ -68,22 +68,12 @@ def _check_normalize_top_1(moe: MoEConfig) -> None:
 
 
 def _check_capacity_schedule(moe: MoEConfig) -> None:
-    schedule, last, most = moe.capacity_schedule, 0.0, RANGES["model.moe.capacity_factor"].most
+    schedule, name = moe.capacity_schedule, "model.moe.capacity_schedule"
     if not schedule:
         return
-    text = f"model.moe.capacity_schedule={[list(pair) for pair in schedule]}"
-    for pair in schedule:
-        if (
-            len(pair) != len(("step", "factor"))
-            or not pair[0].is_integer()
-            or pair[0] <= last
-            or not 0 < pair[1] <= most
-        ):
-            raise ConfigError(
-                f"{text} has {list(pair)}: use pairs of a step, from 1 on and growing, and a factor above 0 and up to "
-                f"{most}, as in [[1000, 1.5], [5000, 1.0]]"
-            )
-        last = pair[0]
+    allowed = RANGES["model.moe.capacity_factor"]
+    check_changes(name, schedule, allowed, "a factor", [[1000, 1.5], [5000, 1.0]])
+    text = f"{name}={[list(pair) for pair in schedule]}"
     if moe.capacity_factor is None or moe.gate_facts.mixes:
         name, value = ("capacity_factor", "null") if moe.capacity_factor is None else ("gate", moe.gate)
         raise ConfigError(

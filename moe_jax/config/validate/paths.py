@@ -19,6 +19,11 @@ _NAMES = tuple((name, *name.split(".")) for name in sorted(SETTINGS))
 def check_paths(config: Sections) -> None:
     """Raise ConfigError for a path with `~` or a variable, which a config made in Python may contain."""
     for name, section, key in _NAMES:
-        path = getattr(getattr(config, section), key)
-        if path is not None and (plain := plain_setting(name, path)) != path:
-            raise ConfigError(f"{name}={path} is not replaced here: write {plain}")
+        _check_path(name, getattr(getattr(config, section), key))
+    for number, source in enumerate(config.data.sources):
+        _check_path(f"data.sources[{number}].path", source.path)
+
+
+def _check_path(name: str, path: str | None) -> None:
+    if path is not None and (plain := plain_setting(name, path)) != path:
+        raise ConfigError(f"{name}={path} is not replaced here: write {plain}")

@@ -3,9 +3,9 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from moe_jax.config.ranges import Range, check_number
+from moe_jax.config.ranges import ANY, Range, check_number
 from moe_jax.config.sections import Sections
 from moe_jax.errors import ConfigError
 
@@ -46,6 +46,26 @@ def _check_values(values: tuple[float | None, ...]) -> None:
                 "python -m moe_jax.plan, which plans for clusters that need not be there"
             )
         check_number(name, value, RANGES[name], _or_null(name))
+
+
+def check_changes(
+    name: str, changes: Sequence[Sequence[float]], allowed: Range, value: str, example: Sequence[Sequence[float]]
+) -> None:
+    """Raise ConfigError unless a setting is a list of [step, value] pairs in the order of steps.
+
+    `value` says in words what the second number of a pair is.
+    """
+    least, most, above, _ = allowed
+    last = 0.0
+    for pair in changes:
+        is_pair = len(pair) == len(("step", "value")) and float(pair[0]).is_integer() and last < pair[0] <= ANY
+        if not is_pair or not least <= pair[1] <= most or (above and pair[1] == least):
+            raise ConfigError(
+                f"{name}={[list(each) for each in changes]} has {list(pair)}: use pairs of a step, from 1 on and "
+                f"growing, and {value} {f'above {least} and' if above else f'from {least}'} up to {most:.15g}, as in "
+                f"{example}"
+            )
+        last = pair[0]
 
 
 @functools.cache

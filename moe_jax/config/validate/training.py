@@ -1,4 +1,4 @@
-"""Rules for data, training, the log and tuning."""
+"""Rules for training, the log and tuning."""
 
 import difflib
 
@@ -19,8 +19,6 @@ _NAMES = {
 
 def check_training(config: Sections) -> None:
     """Raise ConfigError for empty names, settings that contradict each other, and a step that is never reached."""
-    if not config.data.path:
-        raise ConfigError("data.path is empty: name a .txt file or a prepared folder")
     if not config.log.dir:
         raise ConfigError("log.dir is empty: name the folder that receives the run")
     for name, kind in _NAMES.items():

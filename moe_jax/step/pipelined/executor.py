@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.config.registry import EXCHANGE_FACTS
-from moe_jax.models.head import LossTerms, no_loss
+from moe_jax.models.head import LossForm, LossTerms, no_loss
 from moe_jax.parallel.ordering import barrier_after
 from moe_jax.parallel.pipeline import (
     Receive,
@@ -62,7 +62,7 @@ class PipelineStage:
     def __init__(self, params: Params, inputs: StepInputs, context: StepContext, plan: PipelinedPlan):
         config, compute = context.config, context.compute
         self.params, self.plan, self.compute, self._model = params, plan, compute, config.model
-        self._z_loss_multiplier = config.train.z_loss_multiplier
+        self._loss_form = LossForm.of(config)
         self.slot_ME = inputs.slot_ME  # placement of all blocks' experts; None: experts in order
         by_microbatch = functools.partial(_by_microbatch, microbatches=plan.table.microbatches)
         self.tokens = OwnTokens(*map(by_microbatch, inputs.local_tokens()))
@@ -93,7 +93,7 @@ class PipelineStage:
         """Return the state before the first tick of a step, with or without a backward pass."""
         model, slots = self._model, self.plan.slots
         zeros, nothing = jnp.zeros(self._x_bND.shape, self._x_bND.dtype), jnp.float32(0)
-        num_moe, head = model.block_kinds.count("moe"), no_loss(self._z_loss_multiplier)
+        num_moe, head = model.block_kinds.count("moe"), no_loss(self._loss_form)
         counts_ME = jnp.zeros((num_moe, model.moe.num_experts if num_moe else 0), jnp.int32)
         return State(
             x_bND=zeros,
@@ -106,7 +106,11 @@ class PipelineStage:
             weight=self.weight.empty() if backward else [],
             taken=self.taken.empty() if backward and self._copies_saved else [],
             grads=zero_gradients(self.params, self.plan) if backward else {},
-            parts=ObjectiveParts(head.cross_entropy, nothing, nothing, counts_ME, jnp.zeros(num_moe), head.z_loss),
+            parts=ObjectiveParts(
+                *(head.cross_entropy, nothing, nothing, counts_ME, jnp.zeros(num_moe)),
+                z_loss=head.z_loss,
+                source_loss_S=head.source_loss_S,
+            ),
         )
 
     def tick(self, state: State, row: Row) -> State:
@@ -366,7 +370,7 @@ class PipelineStage:
         return state._replace(x_bND=done.x_bND)
 
     def _add_loss(self, state: State, loss: LossTerms) -> State:
-        so_far = LossTerms(state.parts.cross_entropy, state.parts.z_loss)
+        so_far = LossTerms(state.parts.cross_entropy, state.parts.z_loss, state.parts.source_loss_S)
         return state._replace(parts=state.parts._replace(**jax.tree.map(jnp.add, so_far, loss)._asdict()))
 
 

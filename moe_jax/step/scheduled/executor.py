@@ -15,7 +15,7 @@ from moe_jax.config import ModelConfig
 from moe_jax.models.dispatch import Arrival, Phase, TokenExchange
 from moe_jax.models.dispatchers.protocol import CapacityState, DispatchMetadata, ExpertRows
 from moe_jax.models.dispatchers.ragged import Stored, lane_experts
-from moe_jax.models.head import HeadLoss, head_loss, no_loss
+from moe_jax.models.head import HeadLoss, LossForm, head_loss, no_loss
 from moe_jax.models.hooks import hooks_of
 from moe_jax.models.moe import RouterContext, RouterStats, run_experts
 from moe_jax.models.transformer import (
@@ -92,8 +92,8 @@ class Tasks:
         self.stats: dict[tuple[int, int], RouterStats] = {}  # by block and microbatch
         self.share: Callable[[int], jax.Array]  # block → each expert's share of the block's (token, choice) pairs
         self.grads: dict[tuple[str, int], Tree] = {}
-        self.z_loss_multiplier = dims.config.train.z_loss_multiplier
-        self.losses = no_loss(self.z_loss_multiplier)  # of the head
+        self.loss_form = LossForm.of(dims.config)
+        self.losses = no_loss(self.loss_form)  # of the head
         self.order = IssueOrder(dims.compute.platform)
         self.gathering, self._regathers = gathering, regathers
         self.awaits_rows = False  # whether backward attend tasks wait for their rows before any computation
@@ -185,7 +185,7 @@ class Tasks:
         model, blocks = self.dims.config.model, len(self.dims.shape.kinds)
 
         def share(weights: Tree, x: jax.Array, tokens: jax.Array) -> HeadLoss:
-            sums = head_loss(weights, x, tokens, model, self.dims.compute.loss_chunk, self.z_loss_multiplier)
+            sums = head_loss(weights, x, tokens, model, self.dims.compute.loss_chunk, self.loss_form)
             return jax.tree.map(lambda total: total / self.dims.loss_divisor, sums)
 
         matrix = "embedding" if model.tie_word_embeddings else "head"
@@ -210,7 +210,7 @@ class Tasks:
 
     def _head_back(self, action: Action) -> None:
         for r in self.dims.microbatches_of(action):
-            d_loss = HeadLoss.cotangent(self.order.after_compute(jnp.float32(1)), self.z_loss_multiplier)
+            d_loss = HeadLoss.cotangent(self.order.after_compute(jnp.float32(1)), self.loss_form)
             (self.dx[r],) = self._pull("head", action.block, r, jax.tree.leaves(d_loss))
             self.order.record_compute(self.dx[r])
             self.add_combine_to_residual_back(r, len(self.dims.shape.kinds))

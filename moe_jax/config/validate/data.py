@@ -1,0 +1,48 @@
+"""Rules for the data: one path, or a mixture of sources with weights."""
+
+from moe_jax.config.ranges import LARGE, Range, check_number
+from moe_jax.config.sections import DataConfig, DataSource
+from moe_jax.config.validate.ranges import check_changes
+from moe_jax.errors import ConfigError
+
+_WEIGHTS = Range(0, LARGE)
+_SOURCE = "name a .txt file or a prepared folder"
+
+
+def check_data(data: DataConfig) -> None:
+    """Raise ConfigError for empty names, both a path and sources, or weights that choose no source."""
+    if data.path == "":
+        raise ConfigError(f"data.path is empty: {_SOURCE}")
+    if not data.tokenizer:
+        raise ConfigError("data.tokenizer is empty: use bytes, or name a folder with a tokenizer.json")
+    if not data.text_key:
+        raise ConfigError("data.text_key is empty: name the field or column with the text")
+    if not data.sources:
+        if data.path is None:
+            raise ConfigError(f"data.path=null and data.sources=[] name no text: {_SOURCE} by data.path")
+        return
+    if data.path not in (None, DataConfig.path):
+        raise ConfigError(
+            f"data.path={data.path} and data.sources are both set: use data.path=null to train on the sources, or "
+            "data.sources=[] to train on the path"
+        )
+    numbers: dict[str, int] = {}
+    for number, source in enumerate(data.sources):
+        _check_source(f"data.sources[{number}]", source)
+        if (earlier := numbers.setdefault(source.label, number)) != number:
+            raise ConfigError(
+                f"data.sources[{earlier}] and data.sources[{number}] both have the name {source.label} in metrics: "
+                f"set data.sources[{number}].name"
+            )
+    for step in data.weight_steps:
+        if not any(source.weight_at(step) for source in data.sources):
+            raise ConfigError(f"data.sources has no weight above 0 in step {step}: set that of a source")
+
+
+def _check_source(name: str, source: DataSource) -> None:
+    if not source.path:
+        raise ConfigError(f"{name}.path is empty: {_SOURCE}")
+    if source.name == "":
+        raise ConfigError(f"{name}.name is empty: give it a name for metrics, or null")
+    check_number(f"{name}.weight", source.weight, _WEIGHTS)
+    check_changes(f"{name}.weight_schedule", source.weight_schedule, _WEIGHTS, "a weight", [[1000, 0.5], [5000, 2]])

@@ -1,0 +1,124 @@
+"""Text files whose documents can be read in any order: lines of a .jsonl file, rows of a .parquet file."""
+
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from moe_jax.data.text_files import check_key, checked_text, no_parquet, opened_bytes, parsed, text_of_record
+from moe_jax.data.tokenizer import optional_package
+from moe_jax.errors import DataError
+from moe_jax.files.untrusted import check_regular
+
+_OPTION = "data.text_key"
+_CACHED_GROUPS = 4  # row groups in memory
+_MOST_GROUP_BYTES = 2**28  # of the text in a row group, which is decoded as a whole
+_CHANGED = "has changed since its tokens were counted: start again when nothing writes there"
+
+
+class Place(NamedTuple):
+    """Where a document is: the first byte of its line and their number, or the number of its row and 1."""
+
+    first: int
+    length: int
+
+
+class Documents(Protocol):
+    """The documents of a text file; empty ones are left out. Methods are thread-safe, and raise DataError."""
+
+    file: Path
+
+    def __iter__(self) -> Iterator[tuple[Place, str]]:
+        """Yield all documents in order, each with its place."""
+
+    def read(self, place: Place) -> str:
+        """Return the document at a place."""
+
+
+def open_documents(file: Path, text_key: str) -> Documents:
+    """Open a file with one of TEXT_SUFFIXES. `text_key` is the field or the column with the text. Raises DataError."""
+    try:
+        check_regular(file)
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}") from None
+    return ParquetDocuments(file, text_key) if file.name.lower().endswith(".parquet") else JsonDocuments(file, text_key)
+
+
+class JsonDocuments:
+    """The documents of a .jsonl file: a JSON object a line."""
+
+    def __init__(self, file: Path, text_key: str):
+        self.file, self._key = file, text_key
+        with opened_bytes(file):  # raises for text that is not UTF-8
+            pass
+        self._descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def __iter__(self) -> Iterator[tuple[Place, str]]:
+        first = 0
+        with opened_bytes(self.file) as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip() and (text := self._text(f"{self.file}, line {number}", line)):
+                    yield Place(first, len(line)), text
+                first += len(line)
+
+    def read(self, place: Place) -> str:
+        line = os.pread(self._descriptor, place.length, place.first)
+        try:
+            return self._text(f"{self.file}, byte {place.first}", line)
+        except (DataError, UnicodeDecodeError):
+            raise DataError(f"{self.file} {_CHANGED}") from None
+
+    def _text(self, where: str, line: bytes) -> str:
+        return text_of_record(where, self._key, parsed(where, line), _OPTION)
+
+
+class ParquetDocuments:
+    """The documents of a .parquet file: one a row. A row is read with all others of its row group."""
+
+    def __init__(self, file: Path, text_key: str):
+        self.file, self._key, self._lock = file, text_key, threading.Lock()
+        self._arrow, parquet = optional_package("pyarrow"), optional_package("pyarrow.parquet")
+        try:
+            self._table = parquet.ParquetFile(file)
+        except (self._arrow.ArrowException, OSError) as error:
+            raise no_parquet(file, error) from None
+        check_key(str(file), text_key, self._table.schema_arrow.names, _OPTION)
+        groups = [self._table.metadata.row_group(number) for number in range(self._table.num_row_groups)]
+        self._ends = np.cumsum([group.num_rows for group in groups], dtype=np.int64)
+        for number, group in enumerate(groups):
+            columns = (group.column(index) for index in range(group.num_columns))
+            size = sum(each.total_uncompressed_size for each in columns if each.path_in_schema == text_key)
+            if size > _MOST_GROUP_BYTES:
+                raise DataError(
+                    f"{file} has {size:,} bytes of text in row group {number}, more than the {_MOST_GROUP_BYTES:,} "
+                    "that are decoded for one row: write smaller row groups, or prepare it with scripts/prepare_text.py"
+                )
+        self._group = functools.lru_cache(maxsize=_CACHED_GROUPS)(self._read_group)
+
+    def __iter__(self) -> Iterator[tuple[Place, str]]:
+        row = 0
+        for number in range(len(self._ends)):
+            for value in self._read_group(number).to_pylist():
+                if text := checked_text(str(self.file), self._key, value, _OPTION):
+                    yield Place(row, 1), text
+                row += 1
+
+    def read(self, place: Place) -> str:
+        number = int(np.searchsorted(self._ends, place.first, "right"))
+        with self._lock:
+            group = self._group(number)
+        text: str = group[place.first - (int(self._ends[number - 1]) if number else 0)].as_py()
+        return text
+
+    def _read_group(self, number: int) -> Any:
+        """The column with the text in a row group."""
+        try:
+            return self._table.read_row_group(number, columns=[self._key]).column(0)
+        except (self._arrow.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise no_parquet(self.file, error) from None

@@ -1,0 +1,190 @@
+"""The index of a text file: where its documents are, and how many tokens each has.
+
+Sequence i of a text is made of tokens i · N to i · N + N. To find them without encoding all documents before them,
+the tokens of each document are counted once, and kept in a file next to the text: 24 bytes a document. Its name has a
+checksum of everything that the numbers depend on.
+
+D documents of a split.
+"""
+
+import json
+import secrets
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from moe_jax.data.documents import Documents, Place, open_documents
+from moe_jax.data.encode import BATCH, Document, encode_documents
+from moe_jax.data.text_tokens import TextTokens
+from moe_jax.data.tokenizer import Tokenizer
+from moe_jax.data.tokens import SPLITS, Meta, Split
+from moe_jax.errors import DataError
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSettings:
+    """The settings on which the tokens of a text file depend."""
+
+    text_key: str
+    validation_fraction: float
+    tokenizer: Tokenizer
+    tokenizer_crc32: int | None  # of tokenizer.json; None for bytes
+
+
+class _Part(NamedTuple):
+    """The index of one split."""
+
+    place_D2: NDArray[np.int64]
+    end_D: NDArray[np.int64]  # tokens up to the end of each document
+    crc32: NDArray[np.int64]  # of all tokens, in the type in which a prepared folder stores them
+
+
+class _Index(NamedTuple):
+    train: _Part
+    validation: _Part
+    cut: int  # characters for training of the document that is in both splits; 0: none is
+
+
+def open_text(file: Path, settings: TextSettings) -> tuple[TextTokens, TextTokens, Meta]:
+    """Return the tokens to train and to validate on, and what describes them, as of a prepared folder.
+
+    The first time, all documents are encoded to count their tokens, which takes as long as to prepare a folder. Raises
+    DataError.
+    """
+    documents = open_documents(file, settings.text_key)
+    path = _path_of(file, settings)
+    try:
+        index = _load(path)
+    except FileNotFoundError:
+        index = _count(documents, settings)
+        _save(path, index, file)
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path} is damaged ({error}): remove it, and the tokens are counted again") from None
+    (train, validation, cut), tokenizer = index, settings.tokenizer
+    meta = Meta(
+        tokenizer="bytes" if settings.tokenizer_crc32 is None else "bpe",
+        vocab_size=tokenizer.vocab_size,
+        begin_of_text=tokenizer.begin_of_text,
+        end_of_text=tokenizer.end_of_text,
+        dtype=np.min_scalar_type(tokenizer.vocab_size - 1).name,
+        train_tokens=int(train.end_D[-1]),
+        train_crc32=int(train.crc32),
+        validation_tokens=int(validation.end_D[-1]),
+        validation_crc32=int(validation.crc32),
+        sources=[file.name],
+        tokenizer_crc32=settings.tokenizer_crc32,
+    )
+    return (
+        TextTokens(documents, tokenizer, train.place_D2, train.end_D, kept=cut or None),
+        TextTokens(documents, tokenizer, validation.place_D2, validation.end_D, skipped=cut),
+        meta,
+    )
+
+
+def _path_of(file: Path, settings: TextSettings) -> Path:
+    """The path of the index of a text with these settings."""
+    facts, tokenizer = file.stat(), settings.tokenizer
+    key = [_FORMAT, facts.st_size, facts.st_mtime_ns, settings.text_key, settings.validation_fraction]
+    key += [settings.tokenizer_crc32, tokenizer.begin_of_text, tokenizer.end_of_text]
+    return file.with_name(f".{file.name}.{zlib.crc32(json.dumps(key).encode()):08x}.index.npz")
+
+
+def _load(path: Path) -> _Index:
+    with path.open("rb") as opened, np.load(opened, allow_pickle=False) as found:
+        train, validation = (_Part(*(found[f"{split}_{name}"] for name in _Part._fields)) for split in SPLITS)
+        for place_D2, end_D, _ in (train, validation):
+            if not len(end_D) or place_D2.shape != (len(end_D), 2) or (np.diff(end_D, prepend=0) < 0).any():
+                raise ValueError("its numbers are those of no text")
+        return _Index(train, validation, int(found["cut"]))
+
+
+def _save(path: Path, index: _Index, file: Path) -> None:
+    """Write an index, which appears only when it is complete. Raises DataError."""
+    parts = zip(SPLITS, (index.train, index.validation), strict=True)
+    arrays = {f"{split}_{name}": array for split, part in parts for name, array in part._asdict().items()}
+    scratch = path.with_name(f"{path.name}.{secrets.token_hex(4)}")  # other runs may write the same index
+    try:
+        with scratch.open("wb") as opened:
+            np.savez(opened, allow_pickle=False, cut=np.array(index.cut), **arrays)
+        scratch.replace(path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise DataError(
+            f"{path} cannot be written ({error.strerror}): copy {file} to a folder that can be written, or prepare it "
+            "with scripts/prepare_text.py"
+        ) from None
+
+
+def _count(documents: Documents, settings: TextSettings) -> _Index:
+    """Encode all documents, and return the index. The splits are those of `prepare_text`. Raises DataError."""
+    characters = sum(len(text) for _, text in documents)
+    num_train = characters - int(characters * settings.validation_fraction)
+    if not 0 < num_train < characters:
+        raise DataError(
+            f"{documents.file} holds {characters} characters, too few to train and validate: give more text"
+        )
+    print(f"counting the tokens of {documents.file}, once: {characters:,} characters", flush=True)
+    counters, cut = {split: _Counter(settings.tokenizer) for split in SPLITS}, 0
+    for place, parts in _with_parts(documents, num_train, characters):
+        if len(parts) == len(SPLITS):
+            cut = len(parts["train"][0])
+        for split, document in parts.items():
+            counters[split].add(place, document)
+    train, validation = (counters[split].part() for split in SPLITS)
+    return _Index(train, validation, cut)
+
+
+def _with_parts(documents: Documents, num_train: int, characters: int) -> Iterator[tuple[Place, dict[Split, Document]]]:
+    """Yield each document's place, and its text by split: the one at the boundary is in both."""
+    position = 0
+    with tqdm(total=characters, unit="char", unit_scale=True, disable=None) as bar:
+        for place, text in documents:
+            inside = num_train - position
+            if inside >= len(text):
+                yield place, {"train": (text, True)}
+            elif inside <= 0:
+                yield place, {"validation": (text, True)}
+            else:
+                yield place, {"train": (text[:inside], False), "validation": (text[inside:], True)}
+            position += len(text)
+            bar.update(len(text))
+
+
+class _Counter:
+    """Counts the tokens of one split's documents, several in each call of the tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer, self._dtype = tokenizer, np.min_scalar_type(tokenizer.vocab_size - 1).newbyteorder("<")
+        self._places: list[Place] = []
+        self._counts: list[int] = []
+        self._waiting: list[Document] = []
+        self._size = self._crc32 = 0
+
+    def add(self, place: Place, document: Document) -> None:
+        """Count a document, now or with later ones."""
+        self._places.append(place)
+        self._waiting.append(document)
+        self._size += len(document[0])
+        if self._size >= BATCH:
+            self._encode()
+
+    def part(self) -> _Part:
+        """Return the index of all documents that were added."""
+        self._encode()
+        places, ends = np.array(self._places, np.int64).reshape(-1, 2), np.cumsum(self._counts, dtype=np.int64)
+        return _Part(places, ends, np.array(self._crc32))
+
+    def _encode(self) -> None:
+        for tokens in encode_documents(self._waiting, self._tokenizer):
+            self._counts.append(len(tokens))
+            self._crc32 = zlib.crc32(np.asarray(tokens, self._dtype).tobytes(), self._crc32)
+        self._waiting, self._size = [], 0
