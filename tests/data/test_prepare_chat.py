@@ -95,11 +95,13 @@ def test_what_the_assistant_says_is_counted(model: Path, tmp_path: Path) -> None
     ids = sequence[: starts[1]] & (UNCOUNTED - 1)
     assert np.count_nonzero(ids == load_tokenizer(tmp_path / "out").vocab_size - 2) == 4, "<|im_start|> is one token"
     assert verify_tokens(tmp_path / "out") == made.meta == read_meta(tmp_path / "out")
+    assert (tmp_path / "out/chat_template.jinja").read_text() == CHATML, "the runs that it trains chat in its format"
 
 
 def test_prompts_have_no_template_and_completions_an_end(model: Path, tmp_path: Path) -> None:
     (model / "tokenizer_config.json").write_text('{"eos_token": "</s>", "bos_token": "<s>", "add_bos_token": true}')
     prepared(tmp_path, [{"prompt": "1 + 1 =", "completion": " 2 </s>"}] * 4)
+    assert not (tmp_path / "out/chat_template.jinja").exists()
     assert parts(tmp_path, sequences(tmp_path)[0])[:2] == [("<s>1 + 1 = 2 </s></s>", " 2 </s></s>")] * 2
     ids = sequences(tmp_path)[0] & (UNCOUNTED - 1)
     assert np.count_nonzero(ids == 2) >= 2, "spelled out, the end of a text is its characters"
@@ -110,6 +112,23 @@ def test_generation_blocks_say_what_the_assistant_says(model: Path, tmp_path: Pa
     talk = [said("user", "a"), said("assistant", "hm|b"), said("user", "c"), said("assistant", "hm|d")]
     prepared(tmp_path, [{"messages": talk}] * 2, template=tmp_path / "blocks.jinja")
     assert parts(tmp_path, sequences(tmp_path)[0])[0] == ("<s>U:aA:b</s>U:cA:hm|d</s>", "b</s>…hm|d</s>")
+    assert (tmp_path / "out/chat_template.jinja").read_text() == BLOCKS
+
+
+def test_the_toy_conversations_follow_the_toy_template(model: Path, tmp_path: Path) -> None:
+    """Those of docs/finetuning.md: the loss counts whole answers with their ends, and nothing is left out."""
+    source, template = Path("configs/text/conversations.jsonl"), Path("configs/text/chat_template.jinja")
+    talks = [json.loads(line)["messages"] for line in source.read_text().splitlines()]
+    (model / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    made = prepare_chat(source, tmp_path / "out", tokenizer=model, seq_len=400, template=template)
+    assert (made.conversations, made.too_long, made.silent) == (len(talks), 0, 0)
+    assert 100 < len(talks) < 300
+    counted = " ".join(
+        spoken for sequence in sequences(tmp_path, "validation", 400) for _, spoken in parts(tmp_path, sequence)
+    )
+    for talk in talks[-int(len(talks) * 0.1) :]:
+        assert "…".join(f" {each['content']}</s>\n" for each in talk if each["role"] == "assistant") in counted
+    assert ChatTemplate(model, template).render(talks[0][:1]) == f"Question: {talks[0][0]['content']}\nAnswer:"
 
 
 def test_a_template_that_changes_earlier_turns_needs_blocks(model: Path) -> None:
