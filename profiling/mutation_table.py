@@ -86,6 +86,22 @@ MUTATIONS = (
         ["tests/convert/test_golden.py", "-k", "deepseek or gpt_oss"],
     ),
     Mutation(
+        "padding_routed",
+        "models/moe.py",
+        "decision = decision.without(is_padding_T)",
+        "decision = decision",
+        "what fills a sequence loads experts",
+        ["tests/models/test_gates.py", "-k", "padding"],
+    ),
+    Mutation(
+        "padding_in_means",
+        "step/context.py",
+        "is_text_Bn = ~token_marks.padding(input_Bn)",
+        "is_text_Bn = input_Bn == input_Bn",
+        "routers' losses are means over what fills sequences, too",
+        [*STEP, "-k", "documents of a batch in parts"],
+    ),
+    Mutation(
         "filling_counted",
         "models/head.py",
         "loss_c = jnp.where(is_left_out_c, 0, loss_c)",
@@ -185,8 +201,8 @@ MUTATIONS = (
     Mutation(
         "softmax_over_slots_twice",
         "models/gates/softmoe.py",
-        "dispatch_TEC=jax.nn.softmax(logit_TS, axis=0)",
-        "dispatch_TEC=jax.nn.softmax(logit_TS, axis=1)",
+        "dispatch_TEC=jax.nn.softmax(input_TS, axis=0)",
+        "dispatch_TEC=jax.nn.softmax(input_TS, axis=1)",
         "slots of a Soft MoE are no mixes of tokens",
         ["tests/models/test_gates.py"],
     ),

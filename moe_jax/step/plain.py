@@ -50,7 +50,7 @@ def objective(params: Params, inputs: StepInputs, context: StepContext) -> tuple
     shares of all devices add up to the loss of the global batch, and their gradients to its gradient. So no sum over
     devices is differentiated, only exchanges and the transfers between tensor and context ranks.
     """
-    model, compute, tokens = context.config.model, context.compute, context.global_tokens
+    model, compute, tokens = context.config.model, context.compute, inputs.routed_tokens(context)
     input_Bn, target_Bn = inputs.local_tokens()  # each context and tensor rank has n of N tokens
     router_inputs, document_BN = inputs.router_inputs(context), inputs.document_BN(context)
     x_BnD, stats = forward(

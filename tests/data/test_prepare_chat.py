@@ -17,7 +17,7 @@ from moe_jax.data.packing import pack
 from moe_jax.data.prepare_chat import Prepared, prepare_chat
 from moe_jax.data.samples import Samples
 from moe_jax.data.sources import open_tokens
-from moe_jax.data.token_marks import FIRST, UNCOUNTED
+from moe_jax.data.token_marks import FIRST, PADDING, UNCOUNTED
 from moe_jax.data.tokenizer import load_tokenizer
 from moe_jax.data.tokens import read_meta, verify_tokens
 from moe_jax.errors import DataError
@@ -182,6 +182,8 @@ def test_sequences_are_filled_with_whole_conversations() -> None:
     assert [np.flatnonzero(sequence & FIRST).tolist() for sequence in packed] == [[0, 5, 8], [0, 7, 8], [0, 4, 8], [0]]
     counted = [np.flatnonzero(sequence & UNCOUNTED == 0).tolist() for sequence in packed]
     assert counted == [list(range(10 - number)) for number in filling]
+    text = [np.flatnonzero(sequence & PADDING == 0).tolist() for sequence in packed]
+    assert text == counted, "the rest is padding"
 
 
 def test_training_reads_each_sequence_as_it_was_packed(model: Path, tmp_path: Path) -> None:
@@ -195,7 +197,7 @@ def test_training_reads_each_sequence_as_it_was_packed(model: Path, tmp_path: Pa
     assert batch.dtype == np.int32
     assert sorted(map(tuple, batch)) == sorted(map(tuple, whole.astype(np.int32)))
     batches = validation_batches(validation, batch_size=1, num_batches=99, rows=[range(1)])
-    np.testing.assert_array_equal(np.concatenate(batches), sequences(tmp_path, "validation"))
+    np.testing.assert_array_equal(np.concatenate(batches), sequences(tmp_path, "validation").astype(np.int32))
 
 
 def test_a_packed_folder_is_read_as_nothing_else(model: Path, tmp_path: Path) -> None:
