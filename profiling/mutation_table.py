@@ -647,7 +647,7 @@ MUTATIONS = (
     Mutation(
         "z_loss_without_gradient",
         "step/scheduled/executor.py",
-        "jnp.float32(moe.z_loss_coeff * per_token)",
+        "jnp.asarray(moe.z_loss_coeff * per_token, jnp.float32)",
         "jnp.float32(0 * per_token)",
         "scheduled steps learn nothing from the router z-loss",
         STEP,
