@@ -96,7 +96,7 @@ class Bench:
                 self._part(name, "gpu_transformers", limited | _in_transformers(config), _PART_S)
             else:
                 trace = self.path.with_name(f"{self.path.stem}_{name}.trace.json.gz")
-                own = unrolled(with_capacity(config, _FACTORS[how]))
+                own = with_capacity(config, _FACTORS[how])
                 self._part(name, "gpu_step", self._timed(rates) | {"config": own, "trace": trace}, _PART_S)
 
     @property
@@ -113,7 +113,9 @@ class Bench:
     def _config(self, model: str, rates: Values) -> Config | None:
         if "memory_bytes_per_s" not in rates:
             return None
-        return config_of(TOYS[model], 2, 32) if self._is_toy else filling(MODELS[model], rates["memory_bytes"])
+        return (
+            unrolled(config_of(TOYS[model], 2, 32)) if self._is_toy else filling(MODELS[model], rates["memory_bytes"])
+        )
 
     def _timed(self, rates: Values) -> Values:
         return {"rates": rates, "clock_s": _TOY_CLOCK_S if self._is_toy else _CLOCK_S}

@@ -4,6 +4,7 @@ Widths are the published ones; the number of blocks is the largest that fits. Im
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from moe_jax.config import Config, DataConfig, LatentConfig, MeshConfig, ModelConfig, MoEConfig, TrainConfig
@@ -53,8 +54,8 @@ TOYS = {
         moe=dataclasses.replace(MODELS["fine"].moe, num_experts=8, top_k=3, intermediate_size=16),
     ),
 }
-_SEQ_LEN, _SEQUENCES = 2048, (16, 12, 8, 6, 4, 2, 1)
-_LEAST = 4  # sequences that have to fit with the chosen number of blocks
+_SEQ_LEN, _SEQUENCES = 2048, (16, 12, 8, 6, 4)
+_LEAST, _LEAST_LOOPED = 8, 4  # sequences that have to fit with the chosen number of blocks
 _SHARE = 0.92  # share of the memory used, since the prediction may be too low
 
 
@@ -89,15 +90,21 @@ def unrolled(config: Config) -> Config:
     return dataclasses.replace(config, schedule=schedule)
 
 
-def filling(model: ModelConfig, num_bytes: int) -> Config | None:
-    """Return the config with the most blocks that fit with 4 sequences, then the most sequences; None if no block fits.
+def filling(model: ModelConfig, num_bytes: int, looped: bool = False) -> Config | None:
+    """Return the config with the most blocks that fit with 8 sequences, then the most sequences; None if no block fits.
 
-    All activations are stored: MFU does not count recomputation.
+    All blocks are unrolled, and all activations are stored: MFU does not count recomputation. `looped`: a loop over
+    blocks, and at least 4 sequences.
     """
+    shaped: Callable[[Config], Config] = _same if looped else unrolled
     budget = _SHARE * num_bytes
     for layers in range(model.num_layers, model.moe.first_k_dense_replace, -1):
         cut = dataclasses.replace(model, num_layers=layers)
-        fitting = [n for n in _SEQUENCES if step_memory(config_of(cut, n), "gpu").total <= budget]
-        if fitting and fitting[0] >= _LEAST:
-            return config_of(cut, fitting[0])
+        fitting = [n for n in _SEQUENCES if step_memory(shaped(config_of(cut, n)), "gpu").total <= budget]
+        if fitting and fitting[0] >= (_LEAST_LOOPED if looped else _LEAST):
+            return shaped(config_of(cut, fitting[0]))
     return None
+
+
+def _same(config: Config) -> Config:
+    return config

@@ -24,13 +24,13 @@ from moe_jax.measure.targets import Target, check_compiler, find_target
 from moe_jax.plan.memory import step_memory
 from moe_jax.report.compiled import CompileError, Job, compile_job
 
-_CONFIG = str(Path(__file__).parents[1] / "configs" / "bench" / "fine_grained.yaml")
+CONFIG = str(Path(__file__).parents[1] / "configs" / "bench" / "fine_grained.yaml")
 _LAYOUTS = {
     "v5p": {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 64: "4x4x4"},
     "v5e": {4: "2x2", 8: "2x4", 16: "4x4", 64: "8x8"},
     "h100": {4: "1x1x4", 8: "1x1x8", 16: "1x2x8", 64: "1x8x8"},
 }
-_MODELS = {
+MODELS = {
     "coarse": "hidden_size=1024 num_layers=4 num_attention_heads=8 vocab_size=32000 moe.num_experts=16 moe.top_k=2 "
     "moe.intermediate_size=1024",
     "fine": "hidden_size=1024 num_layers=6 num_attention_heads=8 vocab_size=8192 moe.num_experts=64 moe.top_k=6 "
@@ -51,48 +51,48 @@ _MODELS = {
     "dropless": "hidden_size=1024 num_layers=4 num_attention_heads=8 vocab_size=32000 moe.num_experts=16 moe.top_k=2 "
     "moe.intermediate_size=1024 moe.capacity_factor=null",
 }
-_PLAIN = "policy=vanilla microbatches=1 weight_grad=inline grad_reduce=end bucket_cap_mb=null unroll=1 "
+PLAIN = "policy=vanilla microbatches=1 weight_grad=inline grad_reduce=end bucket_cap_mb=null unroll=1 "
 _UNIFIED = "policy=unified weight_grad=greedy grad_reduce=bucketed bucket_cap_mb=9 unroll=1 "
 _PIPELINE = "policy=expert_pipeline weight_grad=inline grad_reduce=end bucket_cap_mb=null unroll=1 microbatches=2"
 # model, data × expert × tensor, sequences per device, their length, schedule, and other settings
 _CASES = [
-    ("coarse", (1, 8, 1), 2, 1024, _PLAIN),
+    ("coarse", (1, 8, 1), 2, 1024, PLAIN),
     ("coarse", (1, 8, 1), 2, 1024, _UNIFIED + "microbatches=2"),
-    ("coarse", (2, 4, 1), 4, 512, _PLAIN + "remat=dots"),
-    ("coarse", (1, 4, 1), 2, 1024, _PLAIN + "remat=full"),
-    ("fine", (1, 8, 1), 4, 1024, _PLAIN),
+    ("coarse", (2, 4, 1), 4, 512, PLAIN + "remat=dots"),
+    ("coarse", (1, 4, 1), 2, 1024, PLAIN + "remat=full"),
+    ("fine", (1, 8, 1), 4, 1024, PLAIN),
     ("fine", (1, 8, 1), 4, 1024, _UNIFIED + "microbatches=2"),
-    ("mixed", (1, 8, 1), 2, 1024, _PLAIN),
-    ("dense", (8, 1, 1), 2, 1024, _PLAIN),
-    ("dropless", (1, 4, 1), 2, 1024, _PLAIN),
-    ("gelu", (1, 4, 1), 4, 1024, _PLAIN + "remat=full", "train.loss_chunk=4096"),
+    ("mixed", (1, 8, 1), 2, 1024, PLAIN),
+    ("dense", (8, 1, 1), 2, 1024, PLAIN),
+    ("dropless", (1, 4, 1), 2, 1024, PLAIN),
+    ("gelu", (1, 4, 1), 4, 1024, PLAIN + "remat=full", "train.loss_chunk=4096"),
     ("deep", (1, 16, 1), 8, 512, _UNIFIED + "microbatches=2"),
     ("mixed", (2, 4, 1), 4, 512, _UNIFIED + "microbatches=2"),
-    ("fine", (1, 64, 1), 2, 2048, _PLAIN + "remat=full"),
+    ("fine", (1, 64, 1), 2, 2048, PLAIN + "remat=full"),
     ("deep", (4, 16, 1), 16, 256, _UNIFIED + "microbatches=2 remat=full"),
     ("wide", (1, 4, 1), 2, 1024, _UNIFIED + "microbatches=2"),
-    ("coarse", (1, 4, 2), 4, 1024, _PLAIN),
-    ("coarse", (8, 8, 1), 2, 1024, _PLAIN),
+    ("coarse", (1, 4, 2), 4, 1024, PLAIN),
+    ("coarse", (8, 8, 1), 2, 1024, PLAIN),
     ("fine", (1, 8, 1), 4, 1024, _UNIFIED + "microbatches=4"),
-    ("deep", (1, 16, 1), 8, 512, _PLAIN),
+    ("deep", (1, 16, 1), 8, 512, PLAIN),
     ("fine", (1, 8, 1), 2, 2048, _PIPELINE),
     ("coarse", (1, 8, 1), 2, 1024, _UNIFIED.replace("unroll=1", "unroll=4") + "microbatches=2"),
-    ("mixed", (1, 8, 1), 4, 1024, _PLAIN + "remat=full"),
-    ("wide", (1, 4, 2), 2, 2048, _PLAIN + "remat=full"),
-    ("dropless", (1, 8, 1), 4, 1024, _PLAIN + "remat=full"),
-    ("deep", (2, 4, 1), 4, 512, _PLAIN, "optimizer.zero=1"),
-    ("deep", (2, 4, 1), 4, 512, _PLAIN + "remat=full", "optimizer.zero=1"),
+    ("mixed", (1, 8, 1), 4, 1024, PLAIN + "remat=full"),
+    ("wide", (1, 4, 2), 2, 2048, PLAIN + "remat=full"),
+    ("dropless", (1, 8, 1), 4, 1024, PLAIN + "remat=full"),
+    ("deep", (2, 4, 1), 4, 512, PLAIN, "optimizer.zero=1"),
+    ("deep", (2, 4, 1), 4, 512, PLAIN + "remat=full", "optimizer.zero=1"),
     ("deep", (2, 4, 1), 4, 512, _UNIFIED + "microbatches=2", "optimizer.zero=1"),
-    ("deep", (2, 4, 1), 8, 512, _PLAIN, "optimizer.zero=1 train.grad_accumulation=2"),
+    ("deep", (2, 4, 1), 8, 512, PLAIN, "optimizer.zero=1 train.grad_accumulation=2"),
     ("deep", (2, 4, 1), 8, 512, _UNIFIED + "microbatches=2", "train.grad_accumulation=2"),
     ("deep", (2, 4, 1), 8, 512, _UNIFIED + "microbatches=2", "optimizer.zero=1 train.grad_accumulation=2"),
-    ("deep", (2, 4, 1), 8, 512, _PLAIN, "optimizer.zero=2 train.grad_accumulation=2"),
+    ("deep", (2, 4, 1), 8, 512, PLAIN, "optimizer.zero=2 train.grad_accumulation=2"),
     ("deep", (2, 4, 1), 8, 512, _UNIFIED + "microbatches=2", "optimizer.zero=2 train.grad_accumulation=2"),
-    ("gelu", (1, 4, 1), 4, 1024, _PLAIN + "remat=full"),
+    ("gelu", (1, 4, 1), 4, 1024, PLAIN + "remat=full"),
 ]
 _TPU_CASES = [
-    ("coarse", (1, 4, 1), 2, 2048, _PLAIN, "train.attention_kernel=splash"),
-    ("mixed", (1, 4, 1), 2, 2048, _PLAIN + "remat=full", "train.attention_kernel=splash"),
+    ("coarse", (1, 4, 1), 2, 2048, PLAIN, "train.attention_kernel=splash"),
+    ("mixed", (1, 4, 1), 2, 2048, PLAIN + "remat=full", "train.attention_kernel=splash"),
     ("fine", (1, 4, 1), 2, 2048, _UNIFIED + "microbatches=2", "train.attention_kernel=splash"),
 ]
 
@@ -101,7 +101,7 @@ def case_of(case: tuple[Any, ...]) -> tuple[str, list[str], int]:
     """Return the name, the settings and the number of devices of a case."""
     model, (data, expert, tensor), sequences, length, schedule, *others = case
     more = " ".join(others).split()
-    settings = [f"model.{setting}" for setting in _MODELS[model].split()]
+    settings = [f"model.{setting}" for setting in MODELS[model].split()]
     settings += [f"mesh.data={data}", f"mesh.expert={expert}", f"mesh.tensor={tensor}"]
     settings += [f"train.batch_size={sequences * data * expert}", f"data.seq_len={length}"]
     settings += [*(f"schedule.{setting}" for setting in schedule.split()), *more]
@@ -114,7 +114,7 @@ def case_of(case: tuple[Any, ...]) -> tuple[str, list[str], int]:
 
 def compiled_bytes(target: Target, settings: list[str]) -> dict[str, Any]:
     """Compile a step and return the bytes that the compiler allocates on a device."""
-    _, outcome = compile_job(target, Job(target=target.name, config=_CONFIG, overrides=settings, options={}))
+    _, outcome = compile_job(target, Job(target=target.name, config=CONFIG, overrides=settings, options={}))
     return {
         "argument_bytes": outcome.argument_bytes,
         "temporary_bytes": outcome.temporary_bytes,
@@ -148,7 +148,7 @@ def check(kind: str, only: str) -> dict[str, Any]:
                 print(f"{name}: {error}")
                 continue
             write(path, kind, found)
-        config = load_config(_CONFIG, settings)
+        config = load_config(CONFIG, settings)
         memory = step_memory(config, target.platform)
         allocated = sum(found[name][part] for part in ("argument_bytes", "temporary_bytes", "result_bytes"))
         off = memory.total / allocated - 1

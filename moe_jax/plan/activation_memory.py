@@ -3,6 +3,8 @@
 The stored values are those that jax stacks for the backward loop, read off the traced step:
 - *all*: every value that a derivative reads. Plain steps, and scheduled ones on CPUs and GPUs.
 - *least*: a minimum cut of them (`step/scheduled/min_cut_remat.py`). Scheduled steps on TPUs.
+- *fused*: what XLA:GPU keeps if no loop stacks values, as it computes cheap ones again in the kernels that read them.
+  Plain steps on GPUs with all blocks unrolled. Read off compiled programs (`profiling/unrolled_memory.py`).
 - *chunk* (`schedule.remat`): those of *all* or *least*, but only during one backward pass of a pipeline stage.
 - *dots*, *full*: the values that `schedule.remat` leaves. A plain step stores the input of a period of blocks, a
   scheduled one the input of every task: rows are not sent again.
@@ -20,14 +22,16 @@ from typing import Literal, NamedTuple
 
 from moe_jax.config import Config, ModelConfig
 from moe_jax.config.attention_kernels import Kernel, kernel_of
-from moe_jax.config.grouped_products import passes_of
+from moe_jax.config.grouped_products import AUTO, passes_of
+from moe_jax.config.layer_layout import segments
 from moe_jax.config.registry import OPEN_EXCHANGE
 from moe_jax.config.step_kinds import RematUnit
 from moe_jax.plan.work import ITEM_BYTES, attention_tile
 
-Mode = Literal["all", "least", "dots", "full"]
-# Rows of the smallest and the largest tile of grouped products, see models/grouped_products.py. If auto times the
-# implementations, the first one listed has the largest tiles, so no other stores more.
+Mode = Literal["all", "fused", "least", "dots", "full"]
+# Rows of the smallest and the largest tile of grouped products, see models/grouped_products.py. The first of a platform
+# has the largest tiles. If runs time the products, `auto` is taken for one that wins: on GPUs not the first, which was
+# the slowest but one in every pass that was timed.
 TILES = {
     "cpu": {"blocks": (8, 64)},
     "gpu": {
@@ -38,6 +42,9 @@ TILES = {
     },
     "tpu": dict.fromkeys(("ragged", "blocks", "megablox", "tokamax"), (128, 512)),
 }
+_EXPECTED = {"gpu": "pallas"}
+_FUSED_HIDDEN = 3  # values of a hidden layer, with or without a gate
+_FUSED_STREAMS = 4  # results of norms, attention and MLPs, as wide as the residual stream
 _LANE_TILE = 8  # rows, see models/dispatchers/ragged.py
 
 
@@ -107,7 +114,15 @@ def mode_of(config: Config, platform: str) -> Mode:
     """The values that a config's blocks store."""
     if config.schedule.remat in ("dots", "full"):
         return config.schedule.remat
+    if is_fused(config, platform):
+        return "fused"
     return "least" if platform == "tpu" and config.step_facts.orders_tasks else "all"
+
+
+def is_fused(config: Config, platform: str) -> bool:
+    """Whether a step has no loop over blocks, and XLA fuses what the backward pass reads with what computes it."""
+    most_repeats = max(segment.repeats for segment in segments(config.model))
+    return platform == "gpu" and not config.step_facts.orders_tasks and config.schedule.unroll >= most_repeats
 
 
 def _rows(config: Config, platform: str, mesh: Mapping[str, int], parts: int, tokens: int) -> RowCounts:
@@ -161,7 +176,7 @@ def _exact(factor: float) -> Fraction:
 def _tile_range(name: str, platform: str) -> tuple[int, int]:
     """The smallest and the largest tile of a grouped product: all kernels of its passes have to take it."""
     tiles = TILES[platform]
-    kernels = passes_of(name)
+    kernels = passes_of(_EXPECTED.get(platform, name) if name == AUTO else name)
     if kernels is None or not set(kernels) <= tiles.keys():
         return next(iter(tiles.values()))
     ranges = [tiles[kernel] for kernel in kernels]
@@ -206,26 +221,28 @@ def stored_bytes(sizes: DeviceSizes, model: ModelConfig, kind: str, mode: Mode, 
         total += 12 * (query + key) if model.qk_norm else 0
         total += activation_values * hidden_values + (stream if mlps else 0)
         total += item * model.hidden_size * ((1 + bool(mlps)) * gathered + max(len(mlps) - 1, 0) * whole)
-    elif mode == "least":
+    elif mode in ("least", "fused"):
         total = squares * 4 + 2 * statistics + 2 * stream + item * 2 * (query + keys)
         total += item * (query + key) if model.qk_norm else 0
-        total += matrices * hidden_values
+        total += (_FUSED_HIDDEN if mode == "fused" else matrices) * hidden_values
+        total += _FUSED_STREAMS * stream if mode == "fused" else 0
         total += item * model.hidden_size * (1 + len(mlps)) * whole
     else:
         total = stream  # a block's input, or the output of its MLP, which is a product
         if mode == "dots":
             total += stream + item * (query + 2 * key) + matrices * hidden_values
-    if mode in ("all", "least"):
+    if mode in ("all", "fused", "least"):
         total += copies
     total += _latent_bytes(sizes, model, mode)
     if kind == "dense" or (mode in ("dots", "full") and remat_unit == "period"):
         return total + (own * moe.num_experts * 4 if kind == "moe" and mode == "dots" else 0)
     # received and returned rows, and their destinations
     total += item * model.hidden_size * (rows.computed + rows.sent) + 4 * rows.sent
-    of_hidden = {"all": activation_values, "least": matrices}.get(mode, 0)
+    of_hidden = {"all": activation_values, "fused": _FUSED_HIDDEN, "least": matrices}.get(mode, 0)
     total += of_hidden * rows.computed * moe.intermediate_size / sizes.tensor * item
     logits = 4 * own * moe.num_experts * moe.slots_per_expert
-    total += {"all": 2 * logits + stream_32 + 16 * choices, "least": logits + 16 * choices, "dots": logits}.get(mode, 0)
+    least = logits + 16 * choices
+    total += {"all": 2 * logits + stream_32 + 16 * choices, "fused": least, "least": least, "dots": logits}.get(mode, 0)
     if moe.shared_gate and mode == "all":
         total += item * model.hidden_size * sizes.tokens  # the output of shared experts, before its gate
     if rows.ragged:

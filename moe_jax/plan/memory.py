@@ -17,7 +17,7 @@ from collections.abc import Mapping
 
 from moe_jax.config import Config
 from moe_jax.errors import ConfigError
-from moe_jax.plan.activation_memory import DeviceSizes, Mode, mode_of, sizes_of, stored_bytes
+from moe_jax.plan.activation_memory import DeviceSizes, Mode, is_fused, mode_of, sizes_of, stored_bytes
 from moe_jax.plan.compilers import COMPILERS
 from moe_jax.plan.gradient_memory import gradient_memory
 from moe_jax.plan.gradients import moment_bytes, own_parameters
@@ -50,13 +50,14 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
     if config.train.grad_accumulation > 1 and compiler.casts_of_parts and config.optimizer.zero < 3:
         activations += sizes.item * in_products
     gathered, own = gathered_parameter_bytes(config, mesh), own_parameters(owned_parameters(model), config, mesh)
-    gradients = gradient_memory(config, compiler, mesh, count)
+    gradients = gradient_memory(config, platform, mesh, count)
     flat = compiler.flat_copies if facts.orders_sums and math.prod(mesh.values()) > 1 else 0
+    head_gradient = (sizes.item if is_fused(config, platform) else 4) * matrix
     moments: dict[Moment, dict[str, float]] = {
         "head": {
             "activations": activations,
             "gathered": gathered,
-            "gradients": gradients.earlier + 4 * matrix * (1 + flat),
+            "gradients": gradients.earlier + head_gradient * (1 + flat),
             "head": head_bytes(config, sizes, compiler, mode),
         },
         "backward": {
@@ -113,6 +114,6 @@ def _stored_by_blocks(config: Config, sizes: DeviceSizes, mode: Mode, in_product
     """Bytes that all blocks store for their backward pass."""
     model, blocks, facts = config.model, Counter(config.model.block_kinds), config.step_facts
     total = sum(count * stored_bytes(sizes, model, kind, mode, facts.remat_unit) for kind, count in blocks.items())
-    if facts.keeps_weight_casts and mode == "all" and config.optimizer.zero < 3:
+    if facts.keeps_weight_casts and mode in ("all", "fused") and config.optimizer.zero < 3:
         total += sizes.item * in_products  # weight casts are stacked like activations
     return total / period_of(config) if facts.remat_unit == "period" and mode == "full" else total

@@ -23,7 +23,7 @@ def working_bytes(
     squares = sizes.pairs * (compiler.pair_bytes + 2 * item)
     squares += _linear_bytes(sizes, model)
     hidden = rows.computed * model.moe.intermediate_size / sizes.tensor
-    flowing = 4 * item * (rows.sent * model.hidden_size + hidden)
+    flowing = (1 if mode == "fused" else 4) * item * (rows.sent * model.hidden_size + hidden)
     if mode in ("dots", "full"):
         blocks = period_of(config) if config.step_facts.remat_unit == "period" else 1
         of_kind = {kind: stored_bytes(sizes, model, kind, "all", "task") for kind in set(model.block_kinds)}
