@@ -36,7 +36,7 @@ class Prepared(NamedTuple):
     meta: Meta
     conversations: int
     counted_tokens: int  # that the loss counts
-    filling_tokens: int
+    padding_tokens: int
     too_long: int  # conversations left out, with more tokens than a sequence
     silent: int  # conversations left out, in which the assistant says nothing
 
@@ -118,7 +118,7 @@ def prepare_chat(
             folder.rename(output)
     except OSError as error:
         raise DataError(f"{error.filename or output}: {error.strerror or error}") from None
-    return Prepared(meta, count, *(facts[name] for name in ("counted", "filling", "too_long", "silent")))
+    return Prepared(meta, count, *(facts[name] for name in ("counted", "padding", "too_long", "silent")))
 
 
 class _Encoder:
@@ -139,7 +139,7 @@ class _Encoder:
             elif (tokens[1:] & UNCOUNTED).all():
                 facts["silent"] += 1
             else:
-                facts["filling"] -= len(tokens)
+                facts["padding"] -= len(tokens)
                 yield tokens
 
     def _of_record(self, where: str, record: Any) -> NDArray[np.uint32]:
@@ -187,7 +187,7 @@ def _write(file: Path, split: str, sequences: Iterator[NDArray[np.uint32]], fact
             data = sequence.astype("<u4").tobytes()
             out.write(data)
             count, crc32 = count + len(sequence), zlib.crc32(data, crc32)
-            facts["filling"] += len(sequence)  # less the tokens of conversations
+            facts["padding"] += len(sequence)  # less the tokens of conversations
             facts["counted"] += int((sequence[1:] & (FIRST | UNCOUNTED) == 0).sum())
     write_checksums(file)
     return {f"{split}_tokens": count, f"{split}_crc32": crc32}

@@ -90,7 +90,7 @@ def test_what_the_assistant_says_is_counted(model: Path, tmp_path: Path) -> None
     assert TEXT.startswith(filling[0].rstrip("\ufffd"))
     assert filling[1] == ""
     starts = np.flatnonzero(sequence & FIRST)
-    assert made.filling_tokens == 2 * (SEVENTY + 1 - starts[1])
+    assert made.padding_tokens == 2 * (SEVENTY + 1 - starts[1])
     assert made.counted_tokens == 2 * np.count_nonzero(sequence & (FIRST | UNCOUNTED) == 0)
     ids = sequence[: starts[1]] & (UNCOUNTED - 1)
     assert np.count_nonzero(ids == load_tokenizer(tmp_path / "out").vocab_size - 2) == 4, "<|im_start|> is one token"
@@ -249,7 +249,7 @@ def test_the_command_prints_what_training_needs(
     vocab_size = read_meta(tmp_path / "out").vocab_size
     assert capsys.readouterr().out == (
         "warning: of 4 conversations 2 are longer than a sequence: they are left out\n"
-        "1 sequences to train and 1 to validate; 3.3% of their tokens count in the loss, 95.1% are filling; "
+        "1 sequences to train and 1 to validate; 3.3% of their tokens count in the loss, 95.1% are padding; "
         f"use data.path=out data.mask_documents=true data.seq_len=60 model.vocab_size={vocab_size}\n"
     )
 
