@@ -30,7 +30,7 @@ from moe_jax.parallel.sharding import partitions
 from moe_jax.parallel.trees import Cuts, Gathers, ParamDims, Params, Specs, Tree
 from moe_jax.step.optimizer import make_optimizer, state_cuts
 
-State = dict[str, Any]  # {"step": int32, "params": …, "optimizer": …}, and "placement" if experts migrate
+State = dict[str, Any]  # {"step": int32, "params": …, "optimizer": …}, "placement" if experts migrate, "ema"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,7 @@ from moe_jax.step import fault_injection
 from moe_jax.step.context import State, StepContext, StepInputs
 from moe_jax.step.expert_placement import experts_here, slots_of, with_copies_summed, with_load_added
 from moe_jax.step.losses import Metrics, ObjectiveParts, metrics_of, parts_of
+from moe_jax.step.moving_average import with_step_added
 from moe_jax.step.optimizer import clip_factor, learning_rate, updates_done, with_counts_unless_bad
 from moe_jax.step.optimizers.protocol import unless_bad
 from moe_jax.step.router_bias import with_moved_biases
@@ -145,6 +146,7 @@ def train_step(
         "params": context.as_stored(learned),
         "optimizer": with_counts_unless_bad(is_good, moments, state["optimizer"]),
         **with_load_added(state, metrics, is_good),
+        **with_step_added(state, learned, is_good, config.optimizer.ema_decay),
     }
     return new_state, metrics | {"bad_step": 1 - is_good.astype(jnp.int32)}
 
