@@ -94,6 +94,14 @@ MUTATIONS = (
         ["tests/models/test_gates.py", "-k", "padding"],
     ),
     Mutation(
+        "average_of_bad_steps",
+        "step/moving_average.py",
+        "return {AVERAGE: unless_bad(is_good, new, state[AVERAGE])}",
+        "return {AVERAGE: new}",
+        "a bad step moves the average of parameters",
+        ["tests/step/test_moving_average.py"],
+    ),
+    Mutation(
         "padding_in_means",
         "step/context.py",
         "is_text_Bn = ~token_marks.padding(input_Bn)",
