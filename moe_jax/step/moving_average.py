@@ -7,9 +7,8 @@ from typing import Any
 
 import jax
 
-from moe_jax.parallel.ordering import depend_on_all
 from moe_jax.parallel.trees import Params
-from moe_jax.step.context import State, StepContext
+from moe_jax.step.context import State
 from moe_jax.step.optimizers.protocol import unless_bad
 
 AVERAGE = "ema"  # its name in the state, and so in checkpoints
@@ -34,14 +33,3 @@ def with_step_added(state: State, learned: Params, is_good: jax.Array, decay: fl
 def evaluated(state: Any) -> Any:
     """Return the parameters of a state that validation uses: their average, if there is one."""
     return state.get(AVERAGE, state["params"])
-
-
-def whole_average(average: Params, token_BN1: jax.Array, context: StepContext) -> tuple[Params, jax.Array]:
-    """Return the parameters to evaluate from this device's shards of the average, and the tokens to evaluate them on.
-
-    Where shards are gathered, no other collective starts before that: those of the evaluation depend on the tokens.
-    """
-    params = context.as_stored(average)
-    if context.config.optimizer.zero in (1, 2):
-        token_BN1 = depend_on_all(token_BN1, jax.tree.leaves(params), context.compute.platform)
-    return params, token_BN1

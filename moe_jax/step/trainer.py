@@ -29,7 +29,7 @@ from moe_jax.step.context import State, StepContext, StepInputs
 from moe_jax.step.expert_placement import first_placement
 from moe_jax.step.kinds import StepKind, step_kind
 from moe_jax.step.losses import Metrics
-from moe_jax.step.moving_average import first_average, whole_average
+from moe_jax.step.moving_average import first_average
 from moe_jax.step.optimizer import state_partitions
 from moe_jax.step.plain import train_step
 
@@ -121,7 +121,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         def own(params: Params, token_BN1: jax.Array, slot_ME: jax.Array | None) -> jax.Array:
             background.new_program()
             if decay is not None:
-                params, token_BN1 = whole_average(params, token_BN1, context)
+                params = context.as_stored(params)  # whole, from shards of the average
             return sum_over_batch(kind.evaluate(params, StepInputs.of(token_BN1, context, slot_ME=slot_ME), context))
 
         in_specs = (context.stored_specs if decay is None else context.grad_specs, BATCH_SPEC, REPLICATED)

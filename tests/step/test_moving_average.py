@@ -27,9 +27,11 @@ def averaging(config: Config, decay: float | None = DECAY, zero: int = 0) -> Con
     return dataclasses.replace(config, optimizer=optimizer)
 
 
+BIASED = averaging(small_config(2, 2, capacity_factor=8.0, bias_update_rate=0.1), zero=1)
 CASES = {
-    "plain, with moments in shards and biases": averaging(
-        small_config(2, 2, capacity_factor=8.0, bias_update_rate=0.1), zero=1
+    # targets are counted over devices before anything else, besides the gathering of the average
+    "plain, with moments in shards and biases": dataclasses.replace(
+        BIASED, data=dataclasses.replace(BIASED.data, mask_documents=True)
     ),
     "sharded parameters": averaging(
         small_config(2, 2, capacity_factor=8.0, model={"num_layers": 1}, moe_layer_freq=1), zero=3
