@@ -1,11 +1,11 @@
 """Are gathers of sharded parameters hidden? python profiling/fully_sharded.py TARGET [section.key=value …]
 
 Compiles the step of configs/bench/fine_grained.yaml with six blocks in a loop and two data ranks, ahead of time and
-without the hardware, with whole parameters (stage 0), sharded moments (1) and sharded parameters (3), and with these
-also with each block gathered right before it computes. Reads off the
-scheduled programs how much communication is exposed, in all and of gathers of parameters; how many collectives have a
-start and a done; and the memory that the compiler allocates, beside the planned one. Targets: v5p:2x2x2, h100:1x1x8,
-h200:1x8x8, … Takes a few minutes for each stage. Writes results/fully_sharded_TARGET.json.
+without the hardware, with sharded parameters (stage 3), with each block gathered right before it computes as well, with
+whole parameters (0) and with sharded moments (1). Reads off the scheduled programs how much communication is exposed,
+in all and of gathers of parameters; how many collectives have a start and a done; and the memory that the compiler
+allocates. Targets: v5p:2x2x2, h100:1x1x8, h200:1x8x8, … Takes a few minutes for each stage. Writes
+results/fully_sharded_TARGET.json.
 """
 
 import math
@@ -15,22 +15,20 @@ from typing import Any
 from real_compiler import read_command
 from results_file import rounded, write_result
 
-from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import CommandParser, run_command
 from moe_jax.measure.hlo import parse
 from moe_jax.measure.overlap import Collective, replay
 from moe_jax.measure.targets import Target
 from moe_jax.measure.tasks import action_of
-from moe_jax.plan.memory import step_memory
 from moe_jax.report.compiled import Job, compile_job
 from moe_jax.schedule.actions import is_param_gather
 
 _CONFIG = "configs/bench/fine_grained.yaml"
 _LOOP = ["model.num_layers=6", "schedule.unroll=1", "schedule.bucket_cap_mb=16"]
 _STAGES = {
-    "0": ["optimizer.zero=0"],
     "3": ["optimizer.zero=3"],
     "3, block": ["optimizer.zero=3", "schedule.param_gather=block"],
+    "0": ["optimizer.zero=0"],
     "1": ["optimizer.zero=1"],
 }
 
@@ -47,8 +45,6 @@ def row(target: Target, overrides: list[str]) -> dict[str, Any]:
     result = replay(parse(text), target, outcome.num_devices, outcome.passes)
     kinds = Counter((each.kind, "async" if each.is_async else "sync") for each in result.collectives)
     gathers = [each for each in result.collectives if is_gather_of_params(each)]
-    config = load_config(_CONFIG, overrides)
-    planned = step_memory(config, target.platform, outcome.mesh).total
     allocated = outcome.argument_bytes + outcome.temporary_bytes + outcome.result_bytes
     return {
         "step_ms": rounded(1e3 * result.step_s),
@@ -61,7 +57,6 @@ def row(target: Target, overrides: list[str]) -> dict[str, Any]:
         "synchronous_gathers": sum(not each.is_async for each in gathers),
         "collectives": {f"{kind}, {how}": count for (kind, how), count in sorted(kinds.items())},
         "allocated_gb": rounded(allocated / 1e9),
-        "planned_gb": rounded(planned / 1e9),
         "state_gb": rounded(outcome.argument_bytes / 1e9),
         "compile_s": rounded(outcome.compile_s),
     }

@@ -380,6 +380,22 @@ MUTATIONS = (
         ["tests/schedule/test_param_gathers.py"],
     ),
     Mutation(
+        "next_parameters_beside_those_in_use",
+        "schedule/scanned.py",
+        "own = task.block if task.part else task.block - blocks.size",
+        "own = task.block",
+        "a loop gathers parameters while it needs memory for its own, and copies them at its end",
+        ["tests/schedule/test_param_gathers.py"],
+    ),
+    Mutation(
+        "small_parameters_in_another_order",
+        "parallel/zero.py",
+        "parts = jnp.moveaxis(rank_Pn.reshape(ranks, *shard), 0, self.dim)",
+        "parts = rank_Pn.reshape(ranks, *shard)",
+        "small parameters that share a gather are put together wrongly",
+        ["tests/parallel/test_zero.py"],
+    ),
+    Mutation(
         "parts_along_another_dimension",
         "parallel/zero.py",
         "return jnp.moveaxis(x.reshape(shape), self.dim, 0).reshape(ranks, -1)",

@@ -5,6 +5,8 @@ A matrix of a block is cast to the compute type before it is gathered, which sen
 values, since its products cast it anyway. Gradients are summed in float32.
 """
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,13 +14,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Num
 
 from moe_jax.parallel.sharding import Dims, is_matrix, map_dims
 from moe_jax.parallel.trees import Cuts, Gathers, ParamDims
-from moe_jax.parallel.zero import ShardSpec, all_gather_in_order
+from moe_jax.parallel.zero import ShardSpec, all_gather_in_order, ranks_of
 
 _ACTIVATIONS = (("context",), ("tensor",))  # axes of other gathers
 _ROUTERS = {"choices", "slots"}  # dimensions of gates' matrices, which compute in float32
+_SMALL_BYTES = 2**22  # of a whole array: smaller ones share a gather
 
 
 @dataclass(frozen=True)
@@ -91,3 +95,33 @@ def gather_in_order(gathers: Sequence[ParamGather], shards: Sequence[jax.Array])
     """Return whole arrays, gathered one after another."""
     casted = [own.cast(shard) for own, shard in zip(gathers, shards, strict=True)]
     return all_gather_in_order([own.cut for own in gathers], casted, gathers[0].platform)
+
+
+def gathered_together(gathers: Sequence[ParamGather], shards: Sequence[jax.Array]) -> list[tuple[int, ...]]:
+    """Return the numbers of the arrays of each gather, without arrays that every device has.
+
+    Small arrays that are sharded over the same axes share a gather, one for each dtype. Runs inside `shard_map`.
+    """
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for number, (own, shard) in enumerate(zip(gathers, shards, strict=True)):
+        if own.cut.axes:
+            whole_bytes = ranks_of(own.cut.axes) * shard.size * jnp.dtype(own.dtype).itemsize
+            key = (own.cut.axes, own.dtype) if whole_bytes < _SMALL_BYTES else (number,)
+            groups.setdefault(key, []).append(number)
+    return [tuple(numbers) for numbers in groups.values()]
+
+
+def flat_shards(gathers: Sequence[ParamGather], shards: Sequence[jax.Array]) -> Num[Array, " n"]:
+    """Return the shards of arrays that are gathered together, as one vector."""
+    return jnp.concatenate([own.cast(shard).ravel() for own, shard in zip(gathers, shards, strict=True)])
+
+
+def gather_flat(
+    gathers: Sequence[ParamGather], flat_n: Num[Array, " n"], shapes: Sequence[tuple[int, ...]]
+) -> list[jax.Array]:
+    """Return whole arrays, from this device's `flat_shards` of them. `shapes` are those of the shards."""
+    axes, platform = gathers[0].cut.axes, gathers[0].platform
+    rank_Pn = ShardSpec(0, axes).all_gather(flat_n, platform).reshape(ranks_of(axes), -1)
+    ends = list(itertools.accumulate(map(math.prod, shapes)))
+    parts = jnp.split(rank_Pn, ends[:-1], axis=1)
+    return [own.cut.from_ranks(part, shape) for own, part, shape in zip(gathers, parts, shapes, strict=True)]

@@ -63,6 +63,12 @@ class ShardSpec:
         shape = (*x.shape[: self.dim], ranks, x.shape[self.dim] // ranks, *x.shape[self.dim + 1 :])
         return jnp.moveaxis(x.reshape(shape), self.dim, 0).reshape(ranks, -1)
 
+    def from_ranks(self, rank_Pn: Num[Array, "P n"], shard: tuple[int, ...]) -> jax.Array:
+        """Return the whole array from the flattened shards of all ranks, each of shape `shard`."""
+        ranks = len(rank_Pn)
+        parts = jnp.moveaxis(rank_Pn.reshape(ranks, *shard), 0, self.dim)
+        return parts.reshape(*shard[: self.dim], ranks * shard[self.dim], *shard[self.dim + 1 :])
+
     def shape(self, whole: tuple[int, ...], ranks: int) -> tuple[int, ...]:
         """Return the shape of a shard of an array of shape `whole`."""
         if not self.axes:

@@ -20,6 +20,7 @@ class Compiler(NamedTuple):
     scheduled_gaps: float  # the same in a scheduled step
     reserved_bytes: int  # counted with temporaries
     casts_of_parts: bool  # weights of all blocks are cast once, outside of the loop over parts of a batch
+    casts_of_shards: bool  # shards of all blocks are cast once, outside of the loop over blocks (ZeRO 3)
     sums_after_parts: bool  # autodiff's sums of each part are moved after that loop (ZeRO 2)
     scatters_rows: bool  # an array is laid out rank by rank before its sum is scattered
     parts_apart: bool  # whole gradients of earlier parts and shards of the last one have separate buffers (ZeRO 1)
@@ -39,6 +40,7 @@ _GPU = Compiler(
     scheduled_gaps=1.0,
     reserved_bytes=0,
     casts_of_parts=False,
+    casts_of_shards=False,
     sums_after_parts=False,
     scatters_rows=True,
     parts_apart=True,
@@ -57,6 +59,7 @@ _TPU = Compiler(
     scheduled_gaps=1.3,
     reserved_bytes=2**27,  # vector memory
     casts_of_parts=True,
+    casts_of_shards=True,
     sums_after_parts=True,
     scatters_rows=False,
     parts_apart=False,

@@ -22,7 +22,7 @@ from moe_jax.plan.compilers import COMPILERS
 from moe_jax.plan.gradient_memory import gradient_memory
 from moe_jax.plan.gradients import moment_bytes, own_parameters
 from moe_jax.plan.orthogonalizing import orthogonalizing_bytes
-from moe_jax.plan.param_gathers import gathered_parameter_bytes
+from moe_jax.plan.param_gathers import gathered_parameter_bytes, shard_cast_bytes
 from moe_jax.plan.pipelined_memory import pipelined_memory
 from moe_jax.plan.resources import owned_parameters, parameters_per_device
 from moe_jax.plan.stage_parameters import stage_parameters_of
@@ -50,6 +50,7 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
     if config.train.grad_accumulation > 1 and compiler.casts_of_parts and config.optimizer.zero < 3:
         activations += sizes.item * in_products
     gathered, own = gathered_parameter_bytes(config, mesh), own_parameters(owned_parameters(model), config, mesh)
+    gathered += shard_cast_bytes(config, mesh) if compiler.casts_of_shards else 0
     gradients = gradient_memory(config, platform, mesh, count)
     flat = compiler.flat_copies if facts.orders_sums and math.prod(mesh.values()) > 1 else 0
     head_gradient = (sizes.item if is_fused(config, platform) else 4) * matrix

@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from moe_jax.config import Config
+from moe_jax.config.layer_layout import segments
 from moe_jax.plan.collective_costs import CollectiveCosts, DeviceGroup
 from moe_jax.plan.gradients import params_by_group, parts_of
 from moe_jax.plan.resources import Owned, owned_parameters
 from moe_jax.plan.work import ITEM_BYTES
+from moe_jax.schedule.scanned import ScannedBlocks
 
 
 class Gathered(NamedTuple):
@@ -50,6 +52,22 @@ def gathered_parameter_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     return item * min(blocks, sum(map(gathered, owners[1:-1]))) + 4 * (
         ends[-1] if config.step_facts.orders_tasks else sum(ends)
     )
+
+
+def shard_cast_bytes(config: Config, mesh: Mapping[str, int]) -> float:
+    """Bytes of this device's shards of all blocks in the compute type, of a step that runs its blocks in a loop; 0 if
+    there is no cast or no loop. They are what XLA:TPU casts once, before the loop.
+    """
+    facts, dtype, model = config.step_facts, config.train.compute_dtype, config.model
+    longest = max(segments(model), key=lambda run: run.repeats)
+    loop = ScannedBlocks.of(0, len(longest.kinds), longest.repeats, config.schedule.unroll)
+    if config.param_gather == "none" or dtype == "float32" or not facts.orders_tasks or loop is None:
+        return 0.0
+    shards, blocks = parts_of(config, mesh), owned_parameters(model)[1:-1]
+    if model.moe.expert_matmuls == "fp8":  # experts are gathered in float32
+        blocks = tuple(owned._replace(expert=0, expert_whole=0) for owned in blocks)
+    counts = [params_by_group(owned, config, mesh) for owned in blocks]
+    return ITEM_BYTES[dtype] * sum(count / shards[group] for each in counts for group, count in each.items())
 
 
 def param_gathers(config: Config, mesh: Mapping[str, int]) -> tuple[dict[str, tuple[Gathered, ...]], ...]:

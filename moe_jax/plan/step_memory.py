@@ -16,7 +16,7 @@ class StepMemory:
     optimizer: int  # moments
     batch: int
     activations: int  # stored for the backward pass
-    gathered: int  # parameters of other devices' shards (`optimizer.zero=3`)
+    gathered: int  # gathered parameters, and casts of this device's shards (`optimizer.zero=3`)
     gradients: int
     head: int  # logits and their gradient
     working: int  # workspace of a block's backward pass, its exchanges included, or of an update

@@ -3,7 +3,7 @@
 A block's parameters are gathered once for its forward tasks and once for its backward tasks. The highest block keeps
 them: its backward tasks follow its forward tasks. A gather waits for a compute task, which bounds the memory of
 gathered parameters: with "block" it starts when the block before, in the order of compute tasks, has computed; with
-"prefetch" when that block starts.
+"prefetch" when that block starts. In loops see `scanned.py`.
 """
 
 from collections.abc import Iterable

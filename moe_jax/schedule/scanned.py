@@ -134,7 +134,10 @@ def make_scanned(
         if not more:
             return tuple(tasks)
         is_body = part in ("forward_body", "backward_body")
-        own = {task: _in_body(needs[task], task, tasks, shape) if is_body else needs[task] for task in [*tasks, *more]}
+        own = {
+            task: _in_body(needs[task], task, tasks, shape, blocks) if is_body else needs[task]
+            for task in [*tasks, *more]
+        }
         return _with_more(tasks, more, own, seconds, stream_of)
 
     highest, above = blocks.count - 1, blocks.count
@@ -185,13 +188,23 @@ def _gathers(shape: StepShape, blocks: ScannedBlocks) -> dict[str, list[Action]]
     return parts
 
 
-def _in_body(needs: frozenset[Action], task: Action, tasks: Sequence[Action], shape: StepShape) -> frozenset[Action]:
+def _in_body(
+    needs: frozenset[Action], task: Action, tasks: Sequence[Action], shape: StepShape, blocks: ScannedBlocks
+) -> frozenset[Action]:
     """What a task of a scan body waits for. The iteration before has gathered its parameters; it gathers those of the
     next one.
+
+    The next parameters get the memory of this iteration's own, so with "prefetch" a gather waits for the last task that
+    computes with these: a gather that is earlier needs other memory, and compilers copy it at the iteration's end. With
+    "block" it waits for all tasks.
     """
-    if is_param_gather(task):
-        return frozenset(tasks if shape.param_gather == "block" else ())
-    return frozenset(need for need in needs if not is_param_gather(need))
+    if not is_param_gather(task):
+        return frozenset(need for need in needs if not is_param_gather(need))
+    if shape.param_gather == "block":
+        return frozenset(tasks)
+    own = task.block if task.part else task.block - blocks.size
+    users = (user for user in tasks if user.direction in ("F", "B"))
+    return frozenset(user for user in users if (user.op, user.block) == (task.op, own))
 
 
 def _with_more(

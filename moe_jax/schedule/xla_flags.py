@@ -45,6 +45,12 @@ _SPARSE_CORE = (
         "true",
         "gathers of parameters are synchronous otherwise (optimizer.zero=3)",
     ),
+    Flag(
+        "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather",
+        "true",
+        "with the one above alone, gathers over a mesh axis that spans two dimensions of the torus stay synchronous",
+    ),
+    Flag("xla_tpu_enable_sparse_core_collective_offload_3d_all_gather", "true", "as above, for three dimensions"),
 )
 _ALL_REDUCE_IN_FUSIONS = "an all-reduce is synchronous otherwise; in parts of fusions it overlaps with their products"
 _FUSED = tuple(

@@ -202,7 +202,8 @@ PREDICTED = {
         f"{_gpu['coarse']['blocks']} {_gpu['fine']['blocks']} "
         f"{hundreds(_gpu['coarse']['error'])} {hundreds(_gpu['fine']['error'])} "
         f"{_gpu['coarse']['kernels']['useful']:.2f} {_gpu['coarse']['unrolled']['kernels']['useful']:.2f} "
-        f"{_gpu['fine']['kernels']['useful']:.2f} {_gpu['fine']['unrolled']['kernels']['useful']:.2f}"
+        f"{_gpu['fine']['kernels']['useful']:.2f} {_gpu['fine']['unrolled']['kernels']['useful']:.2f} "
+        f"{_gpu['coarse']['filled']['kernels']['useful']:.2f} {_gpu['fine']['filled']['kernels']['useful']:.2f}"
     ),
     "a plan of Kimi K2": " ".join(
         ["1.03 1,024"]

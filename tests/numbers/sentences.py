@@ -1,7 +1,7 @@
 """What sentences of README.md and docs/ must say of results: page, and pieces of its text."""
 
 from tests.numbers.results_page import WHOLE_4, kept
-from tests.numbers.stored import hundreds, variants
+from tests.numbers.stored import hundreds, planned_gb, variants
 from tests.results import result
 
 Piece = tuple[str, str]
@@ -83,7 +83,7 @@ def _fully_sharded() -> list[Piece]:
         (
             "fully_sharded.md",
             f"`prefetch`: {of(ahead)}, {exposed(ahead)} exposed, {ahead['allocated_gb']:.1f} GB (planned: "
-            f"{ahead['planned_gb']:.1f}). Gathers take {ahead['gathers_ms']:.2f} ms, of which "
+            f"{planned_gb('3'):.1f}). Gathers take {ahead['gathers_ms']:.2f} ms, of which "
             f"{ahead['gathers_exposed_ms']:.2f} ms are exposed",
         ),
         ("fully_sharded.md", f"`block`: {of(block)}, {exposed(block)} exposed, {block['allocated_gb']:.1f} GB"),

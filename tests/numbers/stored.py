@@ -2,7 +2,9 @@
 
 import re
 
-from tests.results import ROOT
+from moe_jax.config.yaml_io import load_config
+from moe_jax.plan.memory import step_memory
+from tests.results import ROOT, result
 
 RESULTS = ROOT / "profiling" / "results"
 
@@ -41,3 +43,11 @@ def plan_text(name: str) -> dict[str, str]:
             f"{what} {which}": value for which, value in zip(("predicted", "compiled", "of"), values, strict=True)
         }
     return found
+
+
+def planned_gb(stage: str) -> float:
+    """Memory that a plan predicts for a stage of fully_sharded_v5p_2x2x2.json, such as "3, block"."""
+    zero, *block = stage.split(", ")
+    own = [f"optimizer.zero={zero}", *(f"schedule.param_gather={how}" for how in block)]
+    settings = [*result("fully_sharded_v5p_2x2x2")["settings"], *own]
+    return step_memory(load_config(str(ROOT / "configs/bench/fine_grained.yaml"), settings), "tpu").total / 1e9

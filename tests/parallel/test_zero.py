@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from moe_jax.parallel.gathered_params import ParamGather, flat_shards, gather_flat, gathered_together
 from moe_jax.parallel.mesh import BATCH_AXES, Axis
 from moe_jax.parallel.zero import ShardSpec, cuts_of
 from tests.parallel.per_device import on_mesh
@@ -56,3 +57,27 @@ def test_parts_are_those_of_the_flat_rows_and_make_up_the_whole(cut, platform):
     assert same.all()
     np.testing.assert_array_equal(whole, np.broadcast_to(x, (8, *x.shape)))
     np.testing.assert_array_equal(total, np.broadcast_to(ranks * x, (8, *x.shape)))
+
+
+def test_small_arrays_of_a_type_and_axes_share_a_gather_and_arrive_bit_for_bit():
+    shape, types = (8, 8, 16), ("bfloat16", "float32")
+    cuts = [ShardSpec(0, BATCH_AXES), ShardSpec(2, BATCH_AXES), ShardSpec(1, DATA), ShardSpec()]
+    owns = [ParamGather(cut, dtype, "tpu") for dtype in types for cut in cuts]
+    values = np.random.default_rng(0).normal(size=(len(owns), *shape)).astype(np.float32)
+    values[:, 0, 0, :2] = np.nan, -0.0
+    large = ParamGather(ShardSpec(1, BATCH_AXES), "float32", "tpu")  # 4 MiB
+
+    def body(_: jax.Array) -> list[jax.Array]:
+        shards = [own.cut.local_shard(jnp.asarray(x)) for own, x in zip(owns, values, strict=True)]
+        of_large = large.cut.local_shard(jnp.zeros((2**10, 2**10)))
+        assert gathered_together([*owns, large], [*shards, of_large]) == [(0, 1), (2,), (4, 5), (6,), (8,)]
+        whole = []
+        for first in (0, 4):
+            pair = owns[first : first + 2], shards[first : first + 2]
+            whole += gather_flat(pair[0], flat_shards(*pair), [shard.shape for shard in pair[1]])
+        return [x[None] for x in whole]
+
+    wholes = on_mesh(body, PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES), data=2, expert=4)(np.zeros(8))
+    for whole, number in zip(wholes, (0, 1, 4, 5), strict=True):
+        expected = np.asarray(jnp.asarray(values[number], owns[number].dtype))
+        assert np.asarray(whole).tobytes() == np.broadcast_to(expected, (8, *shape)).tobytes()

@@ -22,6 +22,8 @@ from moe_jax.parallel.mesh import make_mesh
 from moe_jax.plan.memory import step_memory
 from moe_jax.step.scheduled.step_dims import StepDims
 from moe_jax.step.trainer import make_trainer
+from tests.numbers.stored import planned_gb
+from tests.results import result
 from tests.small import small_config
 
 ROOT = Path(__file__).parents[2]
@@ -216,3 +218,9 @@ def test_what_compilers_allocated_is_predicted(path: Path) -> None:
         )
     assert statistics.median(map(abs, errors)) <= 0.05
     assert min(errors) >= -0.08
+
+
+@pytest.mark.parametrize("stage", ["3", "3, block"])
+def test_so_are_sharded_parameters_in_a_loop(stage: str) -> None:
+    stored = result("fully_sharded_v5p_2x2x2")["stages"][stage]
+    assert planned_gb(stage) == pytest.approx(stored["allocated_gb"], rel=0.05)

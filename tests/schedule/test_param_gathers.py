@@ -87,6 +87,11 @@ def test_iterations_gather_for_the_next_one(kinds, grad_reduce, gather):
         for name in ("forward_body", "backward_body")
     }
     own = range(first, first + period)
+    for name, above in (("forward_body", period), ("backward_body", 0)):
+        place = {task: i for i, task in enumerate(getattr(scanned, name))}
+        for task in bodies[name]:  # the next parameters overwrite those of this iteration
+            users = [each for each in place if each.direction in "FB" and each.op == task.op]
+            assert place[task] > max(place[each] for each in users if each.block == task.block - above)
     assert {task.block for task in bodies["forward_body"]} == {block + period for block in own}
     assert {task.block for task in bodies["backward_body"]} == set(own)
     again = [task for task in schedule.actions if is_param_gather(task) and task.part == 1]

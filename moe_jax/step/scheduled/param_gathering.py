@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from moe_jax.parallel.gathered_params import ParamGather
+from moe_jax.parallel.gathered_params import ParamGather, flat_shards, gather_flat, gathered_together
 from moe_jax.parallel.trees import Tree
 from moe_jax.schedule.actions import Action
 from moe_jax.step.scheduled.issue_order import IssueOrder
@@ -52,22 +52,28 @@ class ParamGathering:
         owner: Owner = action.op if action.op in ("embed", "head") else action.block
         gathers, shards = self._gathers[owner], self._shards[owner]
         if action.op != "expert":
-            gathered = jax.tree.map(lambda own, x: _gathered(own, x, order), but_experts(gathers), but_experts(shards))
+            gathered = _gathered(but_experts(gathers), but_experts(shards), order)
             self.whole[owner] = _joined(gathered, self.whole.get(owner))
             return
-        experts = jax.tree.map(
-            lambda own, x: _gathered(own, x, order), gathers["moe"]["experts"], shards["moe"]["experts"]
-        )
+        experts = _gathered(gathers["moe"]["experts"], shards["moe"]["experts"], order)
         block = self.whole.get(owner, {"moe": {}})
         self.whole[owner] = block | {"moe": block["moe"] | {"experts": experts}}
 
 
-def _gathered(own: ParamGather, shard: jax.Array, order: IssueOrder) -> jax.Array:
-    if not own.cut.axes:
-        return shard
-    whole = own.gather(order.after_comm(shard))
-    order.record_comm(whole)
-    return whole
+def _gathered(gathers: Tree, shards: Tree, order: IssueOrder) -> Tree:
+    """Return whole arrays. Their gathers follow each other."""
+    leaves, structure = jax.tree.flatten(shards)
+    of_leaves: list[ParamGather] = jax.tree.leaves(gathers)
+    for numbers in gathered_together(of_leaves, leaves):
+        own, parts = [of_leaves[number] for number in numbers], [leaves[number] for number in numbers]
+        if len(numbers) == 1:
+            whole = [own[0].gather(order.after_comm(parts[0]))]
+        else:
+            whole = gather_flat(own, order.after_comm(flat_shards(own, parts)), [part.shape for part in parts])
+        order.record_comm(whole[0])
+        for number, array in zip(numbers, whole, strict=True):
+            leaves[number] = array
+    return jax.tree.unflatten(structure, leaves)
 
 
 def but_experts(tree: Tree) -> Tree:
