@@ -61,7 +61,7 @@ NEEDS = (
     Need(r"\b(gs|s3)://", "a bucket of the reader's own", "false"),
     Need(r"\bsbatch ", "SLURM", "command -v sbatch"),
     Need(r"^docker ", "a Docker daemon", "docker info"),
-    Need(r"--chat", "a published model's tokenizer and chat template", "false"),
+    Need(r"runs/olmoe .*--chat", "a published model's tokenizer and chat template", "false"),
     Need(r"^tensorboard ", "TensorBoard", "command -v tensorboard"),
     Need(r"bench_gpu\.py$|gpu_day\.sh$", "a GPU", "nvidia-smi"),
     Need(r"--compile v5p", "libtpu", "python -c 'import libtpu'"),

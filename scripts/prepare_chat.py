@@ -55,8 +55,8 @@ def main() -> None:
     length = arguments.seq_len + 1
     print(
         f"{meta.train_tokens // length:,} sequences to train and {meta.validation_tokens // length:,} to validate; "
-        f"{made.counted_tokens / tokens:.1%} of their tokens count in the loss, {made.filling_tokens / tokens:.1%} are "
-        f"filling; use data.path={place_of(output)} data.mask_documents=true data.seq_len={meta.seq_len} "
+        f"{made.counted_tokens / tokens:.1%} of their tokens count in the loss, {made.padding_tokens / tokens:.1%} are "
+        f"padding; use data.path={place_of(output)} data.mask_documents=true data.seq_len={meta.seq_len} "
         f"model.vocab_size={meta.vocab_size}"
     )
 

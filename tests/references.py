@@ -6,6 +6,7 @@ Written from the definitions and sharing no code with the package but the config
 import functools
 import math
 from fractions import Fraction
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,17 @@ import numpy as np
 from moe_jax.config import ModelConfig, MoEConfig
 from tests import gate_references
 from tests.gate_references import Draws
+
+
+class Text(NamedTuple):
+    """Which tokens of some sequences are not padding."""
+
+    is_text_BN1: np.ndarray
+    share: float  # of the inputs of the whole batch
+
+    @property
+    def is_text_T(self) -> np.ndarray:
+        return self.is_text_BN1[:, :-1].ravel()
 
 
 def rows_of(tree):
@@ -225,12 +237,22 @@ def shares(tokens: int, sources: int, sequences: int, tensor: int, context: int)
 
 
 def moe_layer(
-    p, h_TD, moe: MoEConfig, sources: int, sequences: int, draws: Draws, buffer=None, tensor: int = 1, context: int = 1
+    p,
+    h_TD,
+    moe: MoEConfig,
+    sources: int,
+    sequences: int,
+    draws: Draws,
+    buffer=None,
+    tensor: int = 1,
+    context: int = 1,
+    text=None,
 ):
     """Output, pairs chosen, probabilities, mean squared log-sum-exp, pairs per expert and dropped pairs of the batch.
 
     Each device fills slots of its own with its share of the tokens. So does each of its parts of the `sequences`, where
-    ranks have a buffer.
+    ranks have a buffer. With `text` some tokens only fill their sequences: they have no experts, and no mean is over
+    them. It is which tokens do not, and their share of all tokens of the batch that this is a part of.
     """
     of_devices = shares(len(h_TD), sources, sequences, tensor, context)
     out = sum(mlp(p[name], h_TD) for name in ("shared", "dense") if name in p) + jnp.zeros_like(h_TD)
@@ -247,13 +269,18 @@ def moe_layer(
         count_E = np.full(moe.num_experts, moe.slots_per_expert * len(of_devices))
     else:
         weight_TE, prob_TE, chosen_TE, kept_TE, logit_TE = token_choice(
-            p, h_TD, moe, of_devices, shares(len(h_TD), sequences, sequences, tensor, context), draws, buffer
+            p, h_TD, moe, of_devices, shares(len(h_TD), sequences, sequences, tensor, context), draws, buffer, text
         )
         weight_TE = jnp.where(kept_TE, weight_TE, 0)
         weight_ET1 = rows_of(weight_TE.T[:, :, None])
         routed = sum(weight_T1 * run_expert(expert, h_TD) for expert, weight_T1 in enumerate(weight_ET1))
         count_E, dropped = chosen_TE.sum(0), (chosen_TE & ~kept_TE).sum()
-    z_loss = 0.0 if logit_TE is None else (jax.nn.logsumexp(logit_TE, axis=-1) ** 2).mean()
+    z_loss = 0.0
+    if logit_TE is not None:
+        square_T = jax.nn.logsumexp(logit_TE, axis=-1) ** 2
+        z_loss = (square_T if text is None else square_T * text.is_text_T / text.share).mean()
+    if text is not None:
+        prob_TE = prob_TE * text.is_text_T[:, None] / text.share
     return out + routed, (chosen_TE, prob_TE), z_loss, count_E, dropped
 
 
@@ -268,17 +295,20 @@ def load_balance(choices, counts_ME, moe: MoEConfig, sequences: int):
             total += moe.num_experts * (count_E / count_E.sum() * prob_TE.mean(0)).sum()
             continue
         for own, prob in zip(np.split(chosen_TE, sequences), jnp.split(prob_TE, sequences), strict=True):
-            total += moe.num_experts * (own.sum(0) / own.sum() * prob.mean(0)).sum() / sequences
+            total += moe.num_experts * (own.sum(0) / max(own.sum(), 1) * prob.mean(0)).sum() / sequences
     return total
 
 
-def token_choice(p, h_TD, moe: MoEConfig, of_devices, of_sequences, draws: Draws, buffer):
+def token_choice(p, h_TD, moe: MoEConfig, of_devices, of_sequences, draws: Draws, buffer, text=None):
     """Weights, probabilities, chosen and kept pairs [T, E], and logits."""
     if moe.gate == "expert_choice":
         weight_TE, prob_TE, picked_TE = gate_references.expert_choice(p, h_TD, moe, of_devices)
         return weight_TE, prob_TE, picked_TE, picked_TE, gate_references.linear(p, h_TD)
     weight_TE, prob_TE, best_Tk, logit_TE = gate_references.GATES[moe.gate](p, h_TD, moe, draws)
     chosen_TE = gate_references.mask(best_Tk, moe.num_experts)
+    if text is not None:
+        chosen_TE = chosen_TE & text.is_text_T[:, None]
+        best_Tk = np.where(text.is_text_T[:, None], best_Tk, moe.num_experts)
     kept_TE = np.zeros_like(chosen_TE)
     for own in of_devices:
         kept_TE[own] = keep(chosen_TE[own], moe, prob_TE[own])
@@ -311,12 +341,13 @@ def objective(
     z_loss_multiplier=0.0,
     end_of_text=None,
     counted_share=1.0,
+    text=None,
 ):
     """The loss of a whole batch, and its parts and what the routers counted by name.
 
     `sequence_B`: which sequences of the step they are, if not all, in order. `end_of_text`: the last token of each
     document, which are then attended to one by one; the loss is the mean over `counted_share` of the tokens, all but
-    those that would have to predict another document.
+    those that would have to predict another document, or padding. `text`: padding is neither predicted nor routed.
     """
     id_T = np.ravel(token_BN1[:, :-1])
     sequence_B = np.arange(len(token_BN1)) if sequence_B is None else sequence_B
@@ -335,7 +366,7 @@ def objective(
             continue
         y, choice, z_loss, count_E, lost = moe_layer(
             *(p["moe"], h.reshape(-1, h.shape[-1]), model.moe, sources, len(x)),
-            *(Draws(id_T, place_T, block, seed_and_step), buffer, tensor, context),
+            *(Draws(id_T, place_T, block, seed_and_step), buffer, tensor, context, text),
         )
         x = x + added * y.reshape(x.shape)
         choices, z_losses, dropped = [*choices, choice], z_losses + z_loss, [*dropped, lost]
@@ -345,6 +376,8 @@ def objective(
     logits = norm(x, params["norm"], model.rms_norm_eps) @ head / model.logits_scaling
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), token_BN1[:, 1:, None], axis=-1)
     is_counted = np.ones(token_BN1[:, 1:].shape) if end_of_text is None else token_BN1[:, :-1] != end_of_text
+    if text is not None:
+        is_counted = is_counted & text.is_text_BN1[:, 1:]
     cross_entropy = -(picked[..., 0] * is_counted).mean() / counted_share
     z_loss = (jnp.log(jnp.exp(logits).sum(-1)) ** 2 * is_counted).mean() / counted_share
     head_loss = cross_entropy + z_loss_multiplier * z_loss

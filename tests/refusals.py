@@ -59,6 +59,7 @@ REFUSED = {
         "optimizer.eps=1e-06 is of optimizer adamw and muon, and optimizer.name=lion: set optimizer.name=adamw, or "
         "optimizer.eps=1e-08"
     ),
+    "optimizer.ema_decay=1": "optimizer.ema_decay=1.0 must be at least 0 and below 1",
     "optimizer.beta2=1": "optimizer.beta2=1.0 must be at least 0 and below 1",
     "optimizer.final_fraction=1.5": "optimizer.final_fraction=1.5 must be at most 1",
     "data.validation_fraction=1": "data.validation_fraction=1.0 must lie between 0 and 1",
@@ -478,6 +479,10 @@ REFUSED = {
     "model.moe.expert_matmuls=fp8 model.moe.num_experts=0": (
         "model.moe.expert_matmuls=fp8, and with model.moe.num_experts=0 there are no experts: "
         "set model.moe.num_experts, or model.moe.expert_matmuls=compute_dtype"
+    ),
+    "migration.enabled=true optimizer.ema_decay=0.9": (
+        "migration.enabled=true with optimizer.ema_decay=0.9, whose average of experts does not move: use "
+        "optimizer.ema_decay=null, or migration.enabled=false"
     ),
     "migration.enabled=true model.moe.num_experts=0": (
         "migration.enabled=true, and with model.moe.num_experts=0 there are no experts: "

@@ -14,7 +14,8 @@ from moe_jax.errors import CheckpointError, ConfigError
 # Settings that cannot change when a run resumes: they define the meaning of its parameters, and the next tokens.
 _MODEL = ("model.",)
 # That the tokens are the same is checked by their checksums (run/identity.py), not by their path.
-_FIXED = (*_MODEL, "optimizer.name", "optimizer.moments_dtype", "data.seq_len", "train.seed", "train.batch_size")
+_OPTIMIZER = ("optimizer.name", "optimizer.moments_dtype", "optimizer.ema_decay")
+_FIXED = (*_MODEL, *_OPTIMIZER, "data.seq_len", "train.seed", "train.batch_size")
 _FREE = {
     "model.moe.capacity_factor",
     "model.moe.capacity_schedule",
@@ -65,6 +66,8 @@ def _check_same(config: Config, saved: Config, run: Path, fixed: tuple[str, ...]
     free = _FREE
     if gate_parameters(config.model) != gate_parameters(saved.model):
         free = free - {"model.moe.bias_update_rate"}
+    if (config.optimizer.ema_decay is None) == (saved.optimizer.ema_decay is None):
+        free = free | {"optimizer.ema_decay"}
     for name, here, there in _differences(config, saved, ""):
         if name.startswith(fixed) and name not in free:
             # parameters are kept, moments start at zero

@@ -13,22 +13,27 @@ from moe_jax.checkpoint.latest import agreed_newest, agreed_record
 from moe_jax.checkpoint.record import Record
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.yaml_io import load_config
-from moe_jax.errors import CheckpointError
+from moe_jax.errors import CheckpointError, ConfigError
 from moe_jax.models.placement import slot_shapes
 from moe_jax.paths import shown
 from moe_jax.step.expert_placement import ordered, placement_shapes
+from moe_jax.step.moving_average import AVERAGE
 
 T = TypeVar("T")
 
 
-def load_params(run: Path, params_shapes: Any) -> Any:
+def load_params(run: Path, params_shapes: Any, average: bool = False) -> Any:
     """Load the parameters of a run's newest intact checkpoint, with the shardings of `params_shapes`.
 
-    Experts are in their original order, even if they had migrated. Damaged checkpoints are reported on stderr, and not
-    moved. Raises CheckpointError if there is no intact checkpoint.
+    With `average`, it is their moving average. Experts are in their original order, even if they had migrated. Damaged
+    checkpoints are reported on stderr, and not moved. Raises CheckpointError if there is no intact checkpoint, and
+    ConfigError if the run has no average.
     """
+    if average and load_config(run).optimizer.ema_decay is None:
+        raise ConfigError(f"--ema: run {run} has optimizer.ema_decay=null, so no average: leave out --ema")
     damaged: dict[int, str] = {}
-    found = read_newest(run, lambda record: (record.step, _params(run, record, params_shapes)), damaged)
+    part = AVERAGE if average else "params"
+    found = read_newest(run, lambda record: (record.step, _params(run, record, params_shapes, part)), damaged)
     if found is None:
         raise CheckpointError(f"run {run} has no checkpoint: train it first, or name another run folder")
     for step, reason in damaged.items():
@@ -50,14 +55,14 @@ def read_newest(run: Path, read: Callable[[Record], T], damaged: dict[int, str])
     return None
 
 
-def _params(run: Path, record: Record, params_shapes: Any) -> Any:
-    wanted = {"params": params_shapes}
+def _params(run: Path, record: Record, params_shapes: Any, part: str) -> Any:
+    wanted = {part: params_shapes}
     if record.slots is None:
-        return read_arrays(run, record, wanted)["params"]
+        return read_arrays(run, record, wanted)[part]
     stages = Stages.of(load_config(run))
     placement = placement_shapes(stages.model, record.slots, jax.tree.leaves(params_shapes)[0].sharding)
     wanted = slot_shapes(wanted, record.slots) | {"placement": placement}
-    return ordered(read_arrays(run, record, wanted), wanted, stages)["params"]
+    return ordered(read_arrays(run, record, wanted), wanted, stages)[part]
 
 
 def damage_message(run: Path, step: int, reason: str) -> str:

@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("--out", type=place, required=True, help="the folder to make")
     parser.add_argument("--family", help="export: model_type of config.json (default: the one that holds the model)")
     parser.add_argument("--dtype", choices=DTYPES, help="export: of the tensors (default: float32)")
+    parser.add_argument("--ema", action="store_true", help="export: the average of parameters (optimizer.ema_decay)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="import: e.g. mesh.expert=8")
     processes.add_arguments(parser)
     arguments = parser.parse_intermixed_args()
@@ -68,6 +69,8 @@ def main() -> None:
         for name in ("family", "dtype"):
             if getattr(arguments, name) is not None:
                 parser.error(f"--{name} is for export")
+        if arguments.ema:
+            parser.error("--ema is for export")
     if arguments.direction == "export":
         if arguments.overrides:
             parser.error(f"{arguments.overrides[0]} changes a model's settings, and export writes what there is")
@@ -160,7 +163,7 @@ def _export(arguments: argparse.Namespace) -> None:
     placed = NamedSharding(one_device_mesh(), REPLICATED)
     stages = Stages.of(config)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), stored_shapes(stages))
-    params = in_order(load_params(arguments.source, shapes), stages)
+    params = in_order(load_params(arguments.source, shapes, arguments.ema), stages)
     longest, tokens = longest_sequence(config, arguments.source), special_tokens_of(config, arguments.source)
     with all_uploaded_or_nothing(arguments.out):
         write_model(arguments.out, config.model, family, params, dtype, longest, arguments.source, tokens=tokens)

@@ -47,7 +47,7 @@ def main() -> None:
     tokenizer, template = tokenizer_of_run(config, arguments.run), _template_of(arguments)
     settings, prompt = _settings_of(arguments, tokenizer), arguments.prompt
     prompts = read_prompts(local_path(arguments.prompts), arguments.chat, arguments.system) if arguments.prompts else []
-    generator = TextGenerator(config, _load(config, arguments.run), tokenizer, settings, template)
+    generator = TextGenerator(config, _load(config, arguments.run, arguments.ema), tokenizer, settings, template)
     if prompts:
         for line in generator.continued(prompts, arguments.batch_size):
             print(json.dumps(line, ensure_ascii=False), flush=True)
@@ -79,6 +79,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--min-p", type=float, help="draw from tokens with this share of the highest probability")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end a text there; may be repeated")
+    parser.add_argument("--ema", action="store_true", help="use the moving average of parameters (optimizer.ema_decay)")
     parser.add_argument("--ignore-eos", action="store_true", help="do not stop at the end of a text")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="e.g. data.path, if it has moved")
     arguments = parser.parse_intermixed_args()
@@ -110,13 +111,13 @@ def _settings_of(arguments: argparse.Namespace, tokenizer: Tokenizer) -> TextSet
     )
 
 
-def _load(config: Config, run: Path) -> Params:
-    """Return the parameters of the newest checkpoint, on one device. Raises CheckpointError."""
+def _load(config: Config, run: Path, average: bool) -> Params:
+    """Return the parameters of the newest checkpoint, or their average, on one device. Raises UserError."""
     placed = jax.sharding.NamedSharding(one_device_mesh(), REPLICATED)
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), stored_shapes(Stages.of(config))
     )
-    params: Params = load_params(run, shapes)
+    params: Params = load_params(run, shapes, average)
     return params
 
 

@@ -547,6 +547,9 @@ class OptimizerConfig:
     # of each parameter the first one that matches, see docs/optimizers.md
     groups: tuple[ParameterGroup, ...] = ()
     clip_norm: float | None = number(1.0, Range(0, FINITE, above=True))  # null: no clipping
+    # of the moving average of parameters that validation uses, average = d · average + (1 - d) · parameters after each
+    # step; null: there is none
+    ema_decay: float | None = number(None, Range(0, 1, below=True))
     # what is sharded over the devices that have the same parameters (ZeRO): 0, nothing; 1, moments; 2, gradients, too:
     # with train.grad_accumulation the gradients of each part of a batch are summed over devices separately; 3,
     # parameters, too, which are gathered where they are used (FSDP)

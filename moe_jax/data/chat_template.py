@@ -35,7 +35,7 @@ class ChatTemplate:
     ):
         """Raise DataError if there is no template, ending with `cure`, or an invalid one."""
         settings = _settings(folder)
-        self._where, source = _source(folder, settings, cure) if file is None else (file, _read(file))
+        self._where, self.source = _source(folder, settings, cure) if file is None else (file, _read(file))
         self._names = {name: name_of_token(settings.get(name)) or "" for name in _TOKENS}
         jinja2 = optional_package("jinja2")
         sandbox = optional_package("jinja2.sandbox")
@@ -48,7 +48,7 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": self._refuse, "strftime_now": _strftime_now}
         try:
-            self._template = environment.from_string(source)
+            self._template = environment.from_string(self.source)
         except self._error as error:
             raise self._invalid(error) from None
 

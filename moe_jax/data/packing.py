@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_jax.data.token_marks import UNCOUNTED
+from moe_jax.data.token_marks import PADDING, UNCOUNTED
 
 OPEN = 256  # sequences that may still receive documents
 
@@ -14,8 +14,8 @@ def pack(documents: Iterable[NDArray[np.uint32]], length: int) -> Iterator[NDArr
     """Yield sequences of `length` tokens made of documents of at most `length` tokens with marks.
 
     When a document fits into none of OPEN sequences, the fullest one of them is complete. Its rest is filled with
-    copies of its documents, the last one cut off, none of whose tokens is counted. Routers send copies where they send
-    text; equal filling tokens would all go to the same experts.
+    copies of its documents, the last one cut off, which are marked as padding: the loss does not count them, and
+    routers send them nowhere.
     """
     parts: list[list[NDArray[np.uint32]]] = []
     room = np.empty(0, np.int64)  # of each open sequence
@@ -39,5 +39,5 @@ def pack(documents: Iterable[NDArray[np.uint32]], length: int) -> Iterator[NDArr
 def _filled(documents: list[NDArray[np.uint32]], length: int) -> NDArray[np.uint32]:
     joined = np.concatenate(documents)
     sequence = np.resize(joined, length)
-    sequence[len(joined) :] |= UNCOUNTED
+    sequence[len(joined) :] |= UNCOUNTED | PADDING
     return sequence

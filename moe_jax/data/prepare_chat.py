@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from moe_jax.data.answer_spans import MARKS, Span, rendered
+from moe_jax.data.chat_template import FILE as TEMPLATE_FILE
 from moe_jax.data.chat_template import ChatTemplate
 from moe_jax.data.chunk_checksums import CHUNK_BYTES, write_checksums
 from moe_jax.data.packing import pack
@@ -35,7 +36,7 @@ class Prepared(NamedTuple):
     meta: Meta
     conversations: int
     counted_tokens: int  # that the loss counts
-    filling_tokens: int
+    padding_tokens: int
     too_long: int  # conversations left out, with more tokens than a sequence
     silent: int  # conversations left out, in which the assistant says nothing
 
@@ -51,8 +52,9 @@ def prepare_chat(
 ) -> Prepared:
     """Write the conversations of all JSON files below `source` as the folder `output`, for `data.seq_len=seq_len`.
 
-    The tokens of messages are those of the chat template of the model folder `tokenizer`, or of the file `template`. A
-    prompt with its completion has no template: its tokens are those of a document. The last `validation_fraction` of
+    The tokens of messages are those of the chat template of the model folder `tokenizer`, or of the file `template`.
+    `output` has a copy of it, for the runs that it trains. A prompt with its completion has no template: its tokens are
+    those of a document. The last `validation_fraction` of
     the conversations is for validation. Each sequence has whole conversations (data/packing.py); one that is longer
     than a sequence is left out, and so is one that has no token to be counted. Raises DataError for bad input, and then
     leaves no `output`.
@@ -96,6 +98,8 @@ def prepare_chat(
                     f"in {facts['silent']} the assistant says nothing, too many to train and validate: give more, or "
                     "a larger --seq-len"
                 )
+            if encoder.template is not None:
+                (folder / TEMPLATE_FILE).write_text(encoder.template.source, encoding="utf-8")
             names = [file.name if file == source else file.relative_to(source).as_posix() for file in files]
             meta = Meta(
                 tokenizer="bpe",
@@ -114,7 +118,7 @@ def prepare_chat(
             folder.rename(output)
     except OSError as error:
         raise DataError(f"{error.filename or output}: {error.strerror or error}") from None
-    return Prepared(meta, count, *(facts[name] for name in ("counted", "filling", "too_long", "silent")))
+    return Prepared(meta, count, *(facts[name] for name in ("counted", "padding", "too_long", "silent")))
 
 
 class _Encoder:
@@ -122,7 +126,7 @@ class _Encoder:
 
     def __init__(self, tokenizer: BpeTokenizer, folder: Path, template: Path | None) -> None:
         self._tokenizer, self._folder, self._file = tokenizer, folder, template
-        self._template: ChatTemplate | None = None  # loaded with the first messages
+        self.template: ChatTemplate | None = None  # loaded with the first messages
 
     def encoded(
         self, records: Iterator[tuple[str, Any]], most: int, facts: Counter[str]
@@ -135,7 +139,7 @@ class _Encoder:
             elif (tokens[1:] & UNCOUNTED).all():
                 facts["silent"] += 1
             else:
-                facts["filling"] -= len(tokens)
+                facts["padding"] -= len(tokens)
                 yield tokens
 
     def _of_record(self, where: str, record: Any) -> NDArray[np.uint32]:
@@ -163,10 +167,10 @@ class _Encoder:
                 raise DataError(
                     f"{where} spells out the special token {name!r}, which would end or begin a turn: remove it"
                 )
-        if self._template is None:
-            self._template = ChatTemplate(self._folder, self._file, MARKS, "put the model's there, or use --template")
+        if self.template is None:
+            self.template = ChatTemplate(self._folder, self._file, MARKS, "put the model's there, or use --template")
         try:
-            conversation = rendered(self._template, messages)
+            conversation = rendered(self.template, messages)
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
         ids, starts = self._tokenizer.encode_with_starts(conversation.text, special_tokens=True)
@@ -183,7 +187,7 @@ def _write(file: Path, split: str, sequences: Iterator[NDArray[np.uint32]], fact
             data = sequence.astype("<u4").tobytes()
             out.write(data)
             count, crc32 = count + len(sequence), zlib.crc32(data, crc32)
-            facts["filling"] += len(sequence)  # less the tokens of conversations
+            facts["padding"] += len(sequence)  # less the tokens of conversations
             facts["counted"] += int((sequence[1:] & (FIRST | UNCOUNTED) == 0).sum())
     write_checksums(file)
     return {f"{split}_tokens": count, f"{split}_crc32": crc32}

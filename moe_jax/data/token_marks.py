@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from moe_jax.config.sections import MOST_MARKED_SOURCES
 
+PADDING = 1 << 31  # a token that only fills a sequence: of an int32, the sign
 FIRST = 1 << 30  # the first token of a document
 UNCOUNTED = 1 << 29  # the loss does not count the prediction of this token
 _SOURCE_BIT = 24  # a vocabulary has at most 2²⁴ tokens; the bits from here to UNCOUNTED are the number of the source
@@ -50,6 +51,11 @@ def counted(target_BN: Int[Array, "B N"]) -> Bool[Array, "B N"]:
     The first token of a document does not count: it would be predicted from another document. The end of a text does.
     """
     return target_BN & (FIRST | UNCOUNTED) == 0
+
+
+def padding(token_BN: Int[Array, "B N"]) -> Bool[Array, "B N"]:
+    """Return which tokens only fill a sequence."""
+    return token_BN < 0
 
 
 def num_targets(token_SN1: NDArray[np.int32]) -> int:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from moe_jax.config import MoEConfig
 from moe_jax.models.dispatchers import dispatcher_of
@@ -27,7 +27,10 @@ from moe_jax.parallel.trees import Params
 
 
 class RouterStats(NamedTuple):
-    """Statistics of one block's router for this device's tokens: sums, so that they add up over devices and blocks."""
+    """Statistics of one block's router for this device's tokens: sums, so that they add up over devices and blocks.
+
+    They leave out padding.
+    """
 
     count_E: Int[Array, " *M E"]  # (token, choice) pairs per expert, dropped ones included; or slots filled
     # gate probabilities, summed over tokens; with balance per sequence, those of a sequence times its own shares
@@ -47,7 +50,7 @@ class RoutedTokens(NamedTuple):
 class RouterContext(NamedTuple):
     """What the router of one block reads besides the features of tokens."""
 
-    inputs: RouterInputs | None = None  # for the gate; None: it reads features only
+    inputs: RouterInputs | None = None  # for the gate; None: it reads features only, and no token is padding
     capacity: CapacityState | None = None  # what earlier parts of the batch left; None: all
     slot_E: Int[Array, " E"] | None = None  # position of each expert (`models/placement.py`); None: in order
 
@@ -69,15 +72,23 @@ def route(
     """
     h_TD = hooks_of(moe).before_layer(h_TD)
     decision, logit_TE = gate_of(moe)(params, h_TD, context.inputs, moe)
+    is_padding_T = None if context.inputs is None else context.inputs.is_padding
+    if is_padding_T is not None:
+        decision = decision.without(is_padding_T)
     placed, capacity, of_slots = in_slots(decision, context.capacity, context.slot_E, moe)
     sent, metadata = dispatcher_of(moe, ragged).permute(h_TD, placed, of_slots, ep_size, capacity)
     stats = RouterStats(
         count_E=decision.tokens_per_expert(),
         prob_sum_E=_prob_sum(decision, moe, sequences),
-        z_sum=jnp.float32(0) if logit_TE is None else jnp.square(jax.nn.logsumexp(logit_TE, axis=-1)).sum(),
+        z_sum=jnp.float32(0) if logit_TE is None else _z_sum(logit_TE, is_padding_T),
         num_dropped=metadata.num_dropped,
     )
     return RoutedTokens(sent, metadata, stats)
+
+
+def _z_sum(logit_TE: Float[Array, "T _"], is_padding_T: Bool[Array, " T"] | None) -> Float[Array, ""]:
+    square_T = jnp.square(jax.nn.logsumexp(logit_TE, axis=-1))
+    return (square_T if is_padding_T is None else jnp.where(is_padding_T, 0, square_T)).sum()
 
 
 def _prob_sum(decision: Decision, moe: MoEConfig, sequences: int | None) -> Float[Array, " E"]:
@@ -129,15 +140,16 @@ def share_of_pairs(count: Shaped[Array, "*N E"]) -> Float[Array, "*N E"]:
 
 
 def load_balance_loss(
-    stats: RouterStats, global_count_ME: Int[Array, "M E"], global_tokens: int, moe: MoEConfig
+    stats: RouterStats, global_count_ME: Int[Array, "M E"], global_tokens: int | Int[Array, ""], moe: MoEConfig
 ) -> Float[Array, ""]:
     """Return this device's part of Σ_blocks E · Σ_e f_e · P_e (Switch, Fedus et al. 2021, eq. 4); balanced: 1 per
     block.
 
-    f_e is the share of all pairs that chose expert e and P_e the mean probability of e. Both are over the whole global
-    batch; or both over each sequence, averaged over sequences (DeepSeek-V3 2024, eq. 17 to 20); or both over the tokens
-    of all blocks, as one sum instead of one per block (Hugging Face's Mixtral). f has no gradient, so the parts of all
-    devices add up to the loss, and their gradients to its gradient.
+    f_e is the share of all pairs that chose expert e and P_e the mean probability of e. Both are over the
+    `global_tokens` of the whole global batch that are not padding; or both over each sequence, averaged over sequences
+    by their tokens (DeepSeek-V3 2024, eq. 17 to 20); or both over the tokens of all blocks, as one sum instead of one
+    per block (Hugging Face's Mixtral). f has no gradient, so the parts of all devices add up to the loss, and their
+    gradients to its gradient.
     """
     share_ME = jax.lax.stop_gradient(balance_shares(global_count_ME, moe))
     return moe.num_experts * jnp.sum(share_ME * stats.prob_sum_E) / global_tokens

@@ -6,7 +6,7 @@ B sequences of N tokens; C context ranks, t tensor ranks. All functions run insi
 from typing import NamedTuple
 
 import jax
-from jaxtyping import Array, Int, Num
+from jaxtyping import Array, Int, Num, Shaped
 
 from moe_jax.parallel.context import zigzag_shard
 from moe_jax.parallel.mesh import Axis
@@ -25,8 +25,8 @@ def local_tokens(token_BN1: Int[Array, "B N1"]) -> OwnTokens:
     return OwnTokens(local_shard(token_BN1[:, :-1]), local_shard(token_BN1[:, 1:]))
 
 
-def local_shard(x_BN: Int[Array, "B N"]) -> Int[Array, "B n"]:
-    """Return the numbers of the tokens of this device, out of one number per token."""
+def local_shard(x_BN: Shaped[Array, "B N"]) -> Shaped[Array, "B n"]:
+    """Return the values of the tokens of this device, out of one value per token."""
     return own_share(zigzag_shard(x_BN), 1)
 
 

@@ -132,7 +132,10 @@ def own_parameters(owned: Iterable[Owned], config: Config, mesh: Mapping[str, in
 
 
 def moment_bytes(owned: Iterable[Owned], config: Config, mesh: Mapping[str, int]) -> int:
-    """Bytes of the optimizer's moments on one device. Adafactor's, of rows and columns, are not counted."""
+    """Bytes of the optimizer's moments on one device, and of the average of parameters.
+
+    Adafactor's, of rows and columns, are not counted, and neither is the average of score biases.
+    """
     owned, facts = tuple(owned), config.optimizer.facts
     count = facts.moments * own_parameters(owned, config, mesh)
     if facts.hidden_matrix_moments is not None:
@@ -141,7 +144,8 @@ def moment_bytes(owned: Iterable[Owned], config: Config, mesh: Mapping[str, int]
     if facts.end_matrix_moments is not None:
         ends = own_parameters((Owned(each.end_matrices) for each in owned), config, mesh)
         count -= (facts.moments - facts.end_matrix_moments) * ends
-    return int(config.optimizer.moment_bytes * count)
+    average = 0 if config.optimizer.ema_decay is None else ITEM_BYTES * own_parameters(owned, config, mesh)
+    return int(config.optimizer.moment_bytes * count + average)
 
 
 @functools.lru_cache(maxsize=2**14)

@@ -17,6 +17,7 @@ from moe_jax.measure.targets import Target
 from moe_jax.step.compile import config_at, step_program
 from moe_jax.step.compile_cache import compiled
 from moe_jax.step.expert_placement import slots_of
+from moe_jax.step.moving_average import evaluated
 from moe_jax.step.trainer import Trainer, make_trainer
 from moe_jax.telemetry.run_log import RunLog
 
@@ -73,6 +74,6 @@ class CapacityPrograms:
         pool = ThreadPoolExecutor(max_workers=1)
         self._compiling = [
             pool.submit(lambda: compiled(step_program(trainer, batch, target))),
-            pool.submit(lambda: compiled(trainer.evaluate.lower(state["params"], batch, slots_of(state)))),
+            pool.submit(lambda: compiled(trainer.evaluate.lower(evaluated(state), batch, slots_of(state)))),
         ]
         pool.shutdown(wait=False)

@@ -1,4 +1,6 @@
-"""A copy of the tokenizer in the run folder, for exports when the original folders may be gone."""
+"""A copy of the tokenizer and the chat template in the run folder, for chats and exports when the original folders may
+be gone.
+"""
 
 import json
 from pathlib import Path
@@ -14,6 +16,7 @@ from moe_jax.convert.companion_files import (
 )
 from moe_jax.convert.hf_config import HfConfig, read_json
 from moe_jax.convert.source import ORIGIN, origin_of
+from moe_jax.data.chat_template import FILE as TEMPLATE
 from moe_jax.data.sources import source_tokenizer, tokenizer_file
 from moe_jax.data.tokenizer import load_model_tokenizer
 from moe_jax.data.tokens import is_text, read_meta
@@ -27,7 +30,7 @@ from moe_jax.files.untrusted import MOST_TOKENIZER, read_bytes, read_text
 def save_tokenizer(config: Config, run: Path) -> None:
     """Copy the tokenizer of the model that a run begins with, or else that of its prepared data, into the run folder.
 
-    Raises OSError.
+    The chat template is that of the run's conversations, or else the model's. Raises OSError.
     """
     origin, present = origin_of(config), set[str]()
     if origin is not None:
@@ -36,6 +39,8 @@ def save_tokenizer(config: Config, run: Path) -> None:
         present = {name for name in (TOKENIZER, TOKENIZER_CONFIG) if origin.with_name(name).is_file()}
     elif config.train.init_from is not None and (run / ORIGIN).exists():  # saved before; its origin is gone
         present = {name for name in (TOKENIZER, TOKENIZER_CONFIG) if (run / name).is_file()}
+    if template := _template_of_data(config):
+        write_atomically(run / TEMPLATE, read_text(template))
     own = _tokenizer_of_data(config)
     if TOKENIZER in present or own is None or not own.file.is_file():
         return
@@ -84,6 +89,12 @@ def _tokenizer_of_data(config: Config) -> _DataTokenizer | None:
         return _DataTokenizer(path / TOKENIZER, meta.end_of_text, meta.begin_of_text or [])
     except (DataError, StoreError):
         return None
+
+
+def _template_of_data(config: Config) -> Path | None:
+    """The chat template of the run's first source that has conversations with one; None without such a source."""
+    files = (Path(source.path) / TEMPLATE for source in config.data.mixture)
+    return next((file for file in files if file.is_file()), None)
 
 
 def _begin(own: _DataTokenizer) -> dict[str, Any]:

@@ -50,6 +50,7 @@ from moe_jax.step.compile import batch_shape, config_at, step_program, switch_of
 from moe_jax.step.compile_cache import BackgroundCompile
 from moe_jax.step.context import State
 from moe_jax.step.expert_placement import slots_of
+from moe_jax.step.moving_average import evaluated
 from moe_jax.step.trainer import Trainer, make_trainer
 from moe_jax.telemetry.wandb import check_wandb
 
@@ -194,7 +195,7 @@ def compile_programs(run: Run) -> Programs:
         step=step,
         init=init,
         evaluate=BackgroundCompile(
-            pool, functools.partial(trainer.evaluate.lower, state["params"], run.batch_shape, slots_of(state))
+            pool, functools.partial(trainer.evaluate.lower, evaluated(state), run.batch_shape, slots_of(state))
         ),
         digests=BackgroundCompile(pool, functools.partial(digest_program(state).lower, state)),
         fingerprint=fingerprint,

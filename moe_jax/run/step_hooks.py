@@ -16,6 +16,7 @@ from moe_jax.run.validation import Rows, loss_metrics
 from moe_jax.step.compile_cache import Pending
 from moe_jax.step.context import State
 from moe_jax.step.expert_placement import slots_of
+from moe_jax.step.moving_average import evaluated
 from moe_jax.telemetry.meter import Meter
 from moe_jax.telemetry.run_log import RunLog
 
@@ -87,7 +88,7 @@ def _validate(evaluate: Compiled, state: State, run: Run) -> Mapping[str, float]
     jax.block_until_ready(state)
 
     def loss_of(rows: Rows) -> float:
-        return float(evaluate(state["params"], run.on_mesh(rows), slots_of(state)))
+        return float(evaluate(evaluated(state), run.on_mesh(rows), slots_of(state)))
 
     losses = [each.loss(loss_of) for each in run.validation]
     names = [source.label for source in run.config.data.sources]

@@ -25,12 +25,12 @@ from moe_jax.parallel.gathered_params import gather_in_order, gathers_of
 from moe_jax.parallel.grad_sync import sum_over_batch
 from moe_jax.parallel.mesh import expert_axis
 from moe_jax.parallel.ordering import depend_on
-from moe_jax.parallel.sequence_shards import OwnTokens, local_shard, local_tokens
+from moe_jax.parallel.sequence_shards import OwnTokens, local_tokens
 from moe_jax.parallel.sharding import partitions
 from moe_jax.parallel.trees import Cuts, Gathers, ParamDims, Params, Specs, Tree
 from moe_jax.step.optimizer import make_optimizer, state_cuts
 
-State = dict[str, Any]  # {"step": int32, "params": …, "optimizer": …}, and "placement" if experts migrate
+State = dict[str, Any]  # {"step": int32, "params": …, "optimizer": …}, "placement" if experts migrate, "ema"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +143,7 @@ class StepInputs(NamedTuple):
     slot_ME: Int[Array, "M E"] | None = None  # placement (`models/placement.py`); None: experts in order
     num_targets: Int[Array, ""] | None = None  # of the global batch, those that the loss counts; None: all tokens
     source_targets_S: Int[Array, " S"] | None = None  # the same by source of a mixture
+    num_routed: Int[Array, ""] | None = None  # tokens of the global batch that are not padding; None: all tokens
 
     @classmethod
     def of(
@@ -154,19 +155,25 @@ class StepInputs(NamedTuple):
     ) -> "StepInputs":
         """Return the inputs for this device's rows of a global batch. Runs inside `shard_map`.
 
-        If tokens have marks, their targets are counted over all devices before anything else runs.
+        If tokens have marks, their targets, and the tokens that are not padding, are counted over all devices before
+        anything else runs.
         """
-        if not context.config.data.has_marks:
+        data, platform = context.config.data, context.compute.platform
+        if not data.has_marks:
             return cls(token_BN1, batch_part, slot_ME)
-        target_Bn, by_source, platform = local_shard(token_BN1[:, 1:]), None, context.compute.platform
-        if count := context.config.data.marked_sources:
-            is_counted_Bn, source_Bn = token_marks.counted(target_Bn), token_marks.sources(target_Bn)
-            of_source_S = [(is_counted_Bn & (source_Bn == source)).sum() for source in range(count)]
-            by_source = sum_over_batch(jnp.stack(of_source_S))
-            num_targets = by_source.sum()
-        else:
-            num_targets = sum_over_batch(token_marks.counted(target_Bn).sum())
-        return cls(depend_on(token_BN1, num_targets, platform), batch_part, slot_ME, num_targets, by_source)
+        input_Bn, target_Bn = local_tokens(token_BN1)
+        is_counted_Bn, source_Bn = token_marks.counted(target_Bn), token_marks.sources(target_Bn)
+        of_source = [(is_counted_Bn & (source_Bn == source)).sum() for source in range(data.marked_sources)]
+        is_text_Bn = ~token_marks.padding(input_Bn)
+        total = sum_over_batch(jnp.stack([is_text_Bn.sum(), *(of_source or [is_counted_Bn.sum()])]))
+        return cls(
+            depend_on(token_BN1, total, platform),
+            batch_part,
+            slot_ME,
+            num_targets=total[1:].sum(),
+            source_targets_S=total[1:] if of_source else None,
+            num_routed=total[0] if data.mask_documents else None,
+        )
 
     @property
     def has_marks(self) -> bool:
@@ -176,6 +183,10 @@ class StepInputs(NamedTuple):
     def loss_divisor(self, context: StepContext) -> jax.Array | int:
         """Return the number of targets that the loss is the mean of; 1 if there are none."""
         return context.global_tokens if self.num_targets is None else jnp.maximum(self.num_targets, 1)
+
+    def routed_tokens(self, context: StepContext) -> jax.Array | int:
+        """Return the number of tokens that the losses of routers are the mean of; 1 if all are padding."""
+        return context.global_tokens if self.num_routed is None else jnp.maximum(self.num_routed, 1)
 
     def mean_by_source(self, share_S: Float[Array, " S"]) -> Float[Array, " S"]:
         """Return the mean loss of each source's targets from its part of the loss; NaN for a source without any."""
@@ -209,6 +220,8 @@ class StepInputs(NamedTuple):
         return self._replace(token_BN1=token_bN1, batch_part=BatchPart(self.batch_part.step, number, count))
 
     def router_inputs(self, context: StepContext) -> RouterInputs | None:
-        """Return what gates read besides features, or None if no gate reads anything else."""
-        id_BN = token_marks.indices(self.token_BN1[:, :-1]) if self.has_marks else self.token_BN1[:, :-1]
-        return self.batch_part.router_inputs(id_BN, context.config.model.moe, context.compute.seed)
+        """Return what routers read besides features, or None if they read nothing else."""
+        token_BN = self.token_BN1[:, :-1]
+        id_BN = token_marks.indices(token_BN) if self.has_marks else token_BN
+        is_padding_BN = None if self.num_routed is None else token_marks.padding(token_BN)
+        return self.batch_part.router_inputs(id_BN, context.config.model.moe, context.compute.seed, is_padding_BN)

@@ -44,13 +44,13 @@ def parts_of(
     head: LossTerms,
     stats: RouterStats | None,
     global_count_ME: Int[Array, "M E"] | None,
-    global_tokens: int,
+    global_tokens: int | Int[Array, ""],
     moe: MoEConfig,
 ) -> ObjectiveParts:
     """Return a device's share of each term.
 
-    It is computed from the device's share of the head's terms, its own router statistics and the global token counts
-    of experts.
+    It is computed from the device's share of the head's terms, its own router statistics, the global token counts of
+    experts, and the number of tokens of the global batch that are not padding.
     """
     if stats is None or global_count_ME is None:
         none = jnp.zeros((0, 0), jnp.int32), jnp.zeros(0)

@@ -32,6 +32,7 @@ from moe_jax.step import fault_injection
 from moe_jax.step.context import State, StepContext, StepInputs
 from moe_jax.step.expert_placement import experts_here, slots_of, with_copies_summed, with_load_added
 from moe_jax.step.losses import Metrics, ObjectiveParts, metrics_of, parts_of
+from moe_jax.step.moving_average import with_step_added
 from moe_jax.step.optimizer import clip_factor, learning_rate, updates_done, with_counts_unless_bad
 from moe_jax.step.optimizers.protocol import unless_bad
 from moe_jax.step.router_bias import with_moved_biases
@@ -50,7 +51,7 @@ def objective(params: Params, inputs: StepInputs, context: StepContext) -> tuple
     shares of all devices add up to the loss of the global batch, and their gradients to its gradient. So no sum over
     devices is differentiated, only exchanges and the transfers between tensor and context ranks.
     """
-    model, compute, tokens = context.config.model, context.compute, context.global_tokens
+    model, compute, tokens = context.config.model, context.compute, inputs.routed_tokens(context)
     input_Bn, target_Bn = inputs.local_tokens()  # each context and tensor rank has n of N tokens
     router_inputs, document_BN = inputs.router_inputs(context), inputs.document_BN(context)
     x_BnD, stats = forward(
@@ -145,6 +146,7 @@ def train_step(
         "params": context.as_stored(learned),
         "optimizer": with_counts_unless_bad(is_good, moments, state["optimizer"]),
         **with_load_added(state, metrics, is_good),
+        **with_step_added(state, learned, is_good, config.optimizer.ema_decay),
     }
     return new_state, metrics | {"bad_step": 1 - is_good.astype(jnp.int32)}
 

@@ -29,6 +29,7 @@ from moe_jax.step.context import State, StepContext, StepInputs
 from moe_jax.step.expert_placement import first_placement
 from moe_jax.step.kinds import StepKind, step_kind
 from moe_jax.step.losses import Metrics
+from moe_jax.step.moving_average import first_average
 from moe_jax.step.optimizer import state_partitions
 from moe_jax.step.plain import train_step
 
@@ -47,7 +48,9 @@ class Trainer:
     init: Wrapped  # () → State
     begin: Wrapped  # parameters like param_shapes (donated) → State
     step: Wrapped  # State (donated), batch, max_loss (optional: no limit) → State, metrics
-    evaluate: Wrapped  # parameters, batch, placement (None: experts in order) → mean nats per token
+    # parameters (their average, with optimizer.ema_decay), batch, placement (None: experts in order) → mean nats per
+    # token
+    evaluate: Wrapped
     has_loss_bound: bool = False  # whether the run passes max_loss to the step
     options: Mapping[str, Value] = dataclasses.field(default_factory=dict)  # compiler options of the step
 
@@ -80,14 +83,18 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     layout = {"step": REPLICATED, "params": context.stored_specs, "optimizer": moments}
     ranks = config.mesh.expert_ranks(mesh.shape)
     placement = functools.partial(first_placement, config.model, ranks, config.replicas)
+    decay = config.optimizer.ema_decay
+    if decay is not None:
+        layout |= first_average(context.grad_specs, decay)
     if config.migration.enabled:
         layout["placement"] = dict.fromkeys(jax.eval_shape(placement), REPLICATED)
     placed = shardings(mesh, layout)
 
     def begin(params: Params) -> State:
-        where = {"placement": placement()} if config.migration.enabled else {}
+        where: State = {"placement": placement()} if config.migration.enabled else {}
         if config.replicas:
             params = by_slot(params, first_experts(config.model.moe.num_experts, ranks, config.replicas))
+        where |= first_average(params, decay)
         return {"step": jnp.int32(0), "params": params, "optimizer": context.optimizer.init(params), **where}
 
     def init() -> State:
@@ -113,9 +120,11 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     def evaluate(params: Params, token_BN1: jax.Array, slot_ME: jax.Array | None = None) -> jax.Array:
         def own(params: Params, token_BN1: jax.Array, slot_ME: jax.Array | None) -> jax.Array:
             background.new_program()
+            if decay is not None:
+                params = context.as_stored(params)  # whole, from shards of the average
             return sum_over_batch(kind.evaluate(params, StepInputs.of(token_BN1, context, slot_ME=slot_ME), context))
 
-        in_specs = (context.stored_specs, BATCH_SPEC, REPLICATED)
+        in_specs = (context.stored_specs if decay is None else context.grad_specs, BATCH_SPEC, REPLICATED)
         return on_mesh(own, in_specs=in_specs, out_specs=REPLICATED)(params, token_BN1, slot_ME)
 
     return Trainer(

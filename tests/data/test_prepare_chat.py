@@ -17,7 +17,7 @@ from moe_jax.data.packing import pack
 from moe_jax.data.prepare_chat import Prepared, prepare_chat
 from moe_jax.data.samples import Samples
 from moe_jax.data.sources import open_tokens
-from moe_jax.data.token_marks import FIRST, UNCOUNTED
+from moe_jax.data.token_marks import FIRST, PADDING, UNCOUNTED
 from moe_jax.data.tokenizer import load_tokenizer
 from moe_jax.data.tokens import read_meta, verify_tokens
 from moe_jax.errors import DataError
@@ -90,16 +90,18 @@ def test_what_the_assistant_says_is_counted(model: Path, tmp_path: Path) -> None
     assert TEXT.startswith(filling[0].rstrip("\ufffd"))
     assert filling[1] == ""
     starts = np.flatnonzero(sequence & FIRST)
-    assert made.filling_tokens == 2 * (SEVENTY + 1 - starts[1])
+    assert made.padding_tokens == 2 * (SEVENTY + 1 - starts[1])
     assert made.counted_tokens == 2 * np.count_nonzero(sequence & (FIRST | UNCOUNTED) == 0)
     ids = sequence[: starts[1]] & (UNCOUNTED - 1)
     assert np.count_nonzero(ids == load_tokenizer(tmp_path / "out").vocab_size - 2) == 4, "<|im_start|> is one token"
     assert verify_tokens(tmp_path / "out") == made.meta == read_meta(tmp_path / "out")
+    assert (tmp_path / "out/chat_template.jinja").read_text() == CHATML, "the runs that it trains chat in its format"
 
 
 def test_prompts_have_no_template_and_completions_an_end(model: Path, tmp_path: Path) -> None:
     (model / "tokenizer_config.json").write_text('{"eos_token": "</s>", "bos_token": "<s>", "add_bos_token": true}')
     prepared(tmp_path, [{"prompt": "1 + 1 =", "completion": " 2 </s>"}] * 4)
+    assert not (tmp_path / "out/chat_template.jinja").exists()
     assert parts(tmp_path, sequences(tmp_path)[0])[:2] == [("<s>1 + 1 = 2 </s></s>", " 2 </s></s>")] * 2
     ids = sequences(tmp_path)[0] & (UNCOUNTED - 1)
     assert np.count_nonzero(ids == 2) >= 2, "spelled out, the end of a text is its characters"
@@ -110,6 +112,23 @@ def test_generation_blocks_say_what_the_assistant_says(model: Path, tmp_path: Pa
     talk = [said("user", "a"), said("assistant", "hm|b"), said("user", "c"), said("assistant", "hm|d")]
     prepared(tmp_path, [{"messages": talk}] * 2, template=tmp_path / "blocks.jinja")
     assert parts(tmp_path, sequences(tmp_path)[0])[0] == ("<s>U:aA:b</s>U:cA:hm|d</s>", "b</s>…hm|d</s>")
+    assert (tmp_path / "out/chat_template.jinja").read_text() == BLOCKS
+
+
+def test_the_toy_conversations_follow_the_toy_template(model: Path, tmp_path: Path) -> None:
+    """Those of docs/finetuning.md: the loss counts whole answers with their ends, and nothing is left out."""
+    source, template = Path("configs/text/conversations.jsonl"), Path("configs/text/chat_template.jinja")
+    talks = [json.loads(line)["messages"] for line in source.read_text().splitlines()]
+    (model / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    made = prepare_chat(source, tmp_path / "out", tokenizer=model, seq_len=400, template=template)
+    assert (made.conversations, made.too_long, made.silent) == (len(talks), 0, 0)
+    assert 100 < len(talks) < 300
+    counted = " ".join(
+        spoken for sequence in sequences(tmp_path, "validation", 400) for _, spoken in parts(tmp_path, sequence)
+    )
+    for talk in talks[-int(len(talks) * 0.1) :]:
+        assert "…".join(f" {each['content']}</s>\n" for each in talk if each["role"] == "assistant") in counted
+    assert ChatTemplate(model, template).render(talks[0][:1]) == f"Question: {talks[0][0]['content']}\nAnswer:"
 
 
 def test_a_template_that_changes_earlier_turns_needs_blocks(model: Path) -> None:
@@ -163,6 +182,8 @@ def test_sequences_are_filled_with_whole_conversations() -> None:
     assert [np.flatnonzero(sequence & FIRST).tolist() for sequence in packed] == [[0, 5, 8], [0, 7, 8], [0, 4, 8], [0]]
     counted = [np.flatnonzero(sequence & UNCOUNTED == 0).tolist() for sequence in packed]
     assert counted == [list(range(10 - number)) for number in filling]
+    text = [np.flatnonzero(sequence & PADDING == 0).tolist() for sequence in packed]
+    assert text == counted, "the rest is padding"
 
 
 def test_training_reads_each_sequence_as_it_was_packed(model: Path, tmp_path: Path) -> None:
@@ -176,7 +197,7 @@ def test_training_reads_each_sequence_as_it_was_packed(model: Path, tmp_path: Pa
     assert batch.dtype == np.int32
     assert sorted(map(tuple, batch)) == sorted(map(tuple, whole.astype(np.int32)))
     batches = validation_batches(validation, batch_size=1, num_batches=99, rows=[range(1)])
-    np.testing.assert_array_equal(np.concatenate(batches), sequences(tmp_path, "validation"))
+    np.testing.assert_array_equal(np.concatenate(batches), sequences(tmp_path, "validation").astype(np.int32))
 
 
 def test_a_packed_folder_is_read_as_nothing_else(model: Path, tmp_path: Path) -> None:
@@ -228,7 +249,7 @@ def test_the_command_prints_what_training_needs(
     vocab_size = read_meta(tmp_path / "out").vocab_size
     assert capsys.readouterr().out == (
         "warning: of 4 conversations 2 are longer than a sequence: they are left out\n"
-        "1 sequences to train and 1 to validate; 3.3% of their tokens count in the loss, 95.1% are filling; "
+        "1 sequences to train and 1 to validate; 3.3% of their tokens count in the loss, 95.1% are padding; "
         f"use data.path=out data.mask_documents=true data.seq_len=60 model.vocab_size={vocab_size}\n"
     )
 

@@ -21,11 +21,12 @@ from moe_jax.config import ModelConfig, MoEConfig
 from moe_jax.config.gates import gate_parameters
 from moe_jax.config.registry import GATE_FACTS
 from moe_jax.models.dispatchers import GATE_DISPATCHERS, dispatcher_of
+from moe_jax.models.dispatchers.protocol import full_capacity
 from moe_jax.models.gates import GATES, gate_of
 from moe_jax.models.gates.balanced import rotation
 from moe_jax.models.gates.choice import ExpertChoiceRouting, SoftRouting, TopKRouting
 from moe_jax.models.gates.inputs import RouterInputs
-from moe_jax.models.moe import RouterStats, load_balance_loss
+from moe_jax.models.moe import RouterContext, RouterStats, load_balance_loss, route, unpermute
 from moe_jax.step.losses import ObjectiveParts, metrics_of
 from tests import gate_references
 from tests.gate_references import Draws
@@ -341,3 +342,29 @@ def test_a_block_without_chosen_experts_has_a_finite_loss_and_gradient() -> None
     total = ObjectiveParts(jnp.float32(1), jnp.float32(0), jnp.float32(0), jnp.zeros((1, 8), jnp.int32), jnp.zeros(1))
     for name, value in metrics_of(total, jnp.float32(0), jnp.float32(0), moe_of("softmax"), 0.0).items():
         assert jnp.isfinite(value).all(), name
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_text_does_not_depend_on_padding(gate: str) -> None:
+    """Nor do statistics, and what parameters learn from both. Each expert has a slot for every third token here."""
+    moe, params, rng = moe_of(gate, capacity_factor=1.0), params_of(moe_of(gate)), np.random.default_rng(5)
+    is_padding = np.arange(TOKENS) % 4 == 1
+    inputs = router_inputs_of()._replace(is_padding=jnp.asarray(is_padding))
+    of_text_TD, of_stat_E = (rng.standard_normal(shape) for shape in ((TOKENS, WIDTH), moe.num_experts))
+
+    def total(params: Any, x_TD: jax.Array) -> tuple[jax.Array, Any]:
+        routed = route(params, x_TD, moe, 1, RouterContext(inputs, full_capacity(moe, TOKENS)))
+        y_TD = unpermute(routed.sent.rows, routed.metadata, moe)
+        stats = routed.stats
+        learned = (y_TD * of_text_TD)[~is_padding].sum() + (stats.prob_sum_E * of_stat_E).sum() + stats.z_sum
+        return learned, (y_TD, stats)
+
+    text_TD = features()
+    padded_TD = jnp.where(is_padding[:, None], 3 * text_TD[::-1] + 1, text_TD)
+    (_, (y_TD, stats)), grads = jax.value_and_grad(total, has_aux=True)(params, text_TD)
+    (_, (other_TD, other)), other_grads = jax.value_and_grad(total, has_aux=True)(params, padded_TD)
+    np.testing.assert_allclose(other_TD[~is_padding], y_TD[~is_padding], rtol=1e-6, atol=1e-6)
+    chex.assert_trees_all_close((other, other_grads), (stats, grads), rtol=1e-5, atol=1e-6)
+    if GATE_FACTS[gate].decides == "top_k":
+        assert not np.any(other_TD[is_padding])
+        assert stats.count_E.sum() == 2 * np.sum(~is_padding) or gate == "noisy"

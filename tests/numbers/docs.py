@@ -53,6 +53,16 @@ table(
     },
 )
 
+_packing = result("packing")
+
+
+def _packed(name: str) -> str:
+    padding, rate = 100 * _packing["padding"][name], _packing["text_tokens_per_s"][name]["median"]
+    return f"{_packing['sequences'][name]} {padding:.1f} {rate:,.0f}"
+
+
+table("data.md", "| toy conversations", {"| packed": _packed("packed"), "| one in each": _packed("padded")})
+
 # docs/context.md
 _long = result("long_sequence")
 

@@ -150,6 +150,14 @@ def test_the_state_is_exact(mesh: tuple[int, ...], shared: bool) -> None:
     assert step_memory(config, "cpu").state == sum(4 * math.prod(shape) for shape in arrays)
 
 
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_the_state_has_the_average_of_parameters_in_shards_of_moments(zero: Literal[0, 1, 3]) -> None:
+    config = dataclasses.replace(config_of(), optimizer=OptimizerConfig(zero=zero, ema_decay=0.9))
+    state = jax.tree.leaves(make_trainer(config, make_mesh(config.mesh)).state_shapes)
+    arrays = [leaf.sharding.shard_shape(leaf.shape) for leaf in state if leaf.ndim]
+    assert step_memory(config, "cpu").state == sum(4 * math.prod(shape) for shape in arrays)
+
+
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("moe", [{"gate": "deepseek_v3"}, {"gate": "sigmoid", "bias_update_rate": 0.01}])
 def test_biases_that_no_gradient_moves_have_no_moments(moe: dict[str, Any], zero: Literal[0, 1]) -> None:

@@ -70,6 +70,19 @@ def test_what_a_models_file_does_not_give_is_left_to_its_class(tmp_path):
     assert special_tokens_of(Config(), tmp_path) == {"eos_token_id": 5}
 
 
+def test_a_run_chats_in_the_format_of_its_conversations(tmp_path):
+    """Whether or not its model has a template, and in the exports of the run."""
+    model, run, tokens = model_with_all(tmp_path / "hf"), tmp_path / "run", tmp_path / "tokens"
+    run.mkdir()
+    tokens.mkdir()
+    (tokens / "chat_template.jinja").write_text("taught")
+    for init_from in (str(model), None):
+        config = Config(data=DataConfig(path=str(tokens)), train=TrainConfig(init_from=init_from))
+        save_tokenizer(config, run)
+        assert (run / "chat_template.jinja").read_text() == "taught"
+        (run / "chat_template.jinja").unlink()
+
+
 @pytest.mark.parametrize("value", ["</s>", 2.0, True, [1, "2"], {"a": 1}])
 def test_special_tokens_that_are_no_numbers_are_refused(value, tmp_path, monkeypatch):
     """Before anything is written."""

@@ -52,7 +52,7 @@ def sharded_gradients(config: Config, params: Any, token_BN1: np.ndarray, step: 
     assert token_BN1[:, 1:].size == context.global_tokens
 
     def body(params: Any, token_bN1: jax.Array) -> Result:
-        grads, parts = kind.gradients(params, StepInputs(token_bN1, batch_part), context)
+        grads, parts = kind.gradients(params, StepInputs.of(token_bN1, context, batch_part), context)
         total = sum_over_batch(parts)
         loss = total.head_loss(config.train.z_loss_multiplier) + total.auxiliary(config.model.moe)
         return Result(loss, grads, global_norm(grads, specs, "cpu"), total)

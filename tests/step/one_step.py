@@ -13,7 +13,7 @@ import optax
 from moe_jax.config import Config, MigrationConfig, ModelConfig
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.yaml_io import load_config
-from moe_jax.data.token_marks import mark_documents
+from moe_jax.data.token_marks import PADDING, UNCOUNTED, mark_documents
 from moe_jax.models.parameters import param_shapes
 from moe_jax.models.placement import by_expert
 from moe_jax.models.stages import in_order
@@ -103,11 +103,19 @@ def trained(config: Config) -> Step:
 
 
 def batch_of(config: Config) -> np.ndarray:
-    """Random tokens, with marks if the config masks documents."""
+    """Random tokens, with marks if the config masks documents, and then with padding after some of them."""
     token_BN1 = tokens_of(config)
     if config.data.mask_documents:
         mark_documents(token_BN1, END_OF_TEXT)
+        token_BN1[padding_of(config)] |= np.int32(UNCOUNTED - PADDING)
     return token_BN1
+
+
+def padding_of(config: Config) -> np.ndarray:
+    """The ends of some sequences, and a whole one: [B, N + 1], whether a token is padding."""
+    most = config.data.seq_len + 1
+    count_B = np.resize([0, 3, most // 2, 0, 1, most], config.train.batch_size)
+    return np.arange(most) >= most - count_B[:, None]
 
 
 @functools.cache
@@ -161,14 +169,21 @@ def _of_part(config: Config, sequence_b: np.ndarray) -> tuple[dict[str, Any], An
     model, buffer, sizes = config.model, None, config.mesh.sizes
     if model.moe.sends_sized_rows and config.exchange.rank_capacity_factor is not None:
         buffer = config.exchange.rank_capacity_factor, config.mesh.expert_ranks(sizes)
-    end_of_text = END_OF_TEXT if config.data.mask_documents else None
     (loss, rest), grads = jax.value_and_grad(references.objective, has_aux=True)(
         *(some_params(model), tokens_of(config)[sequence_b], model, _sources(config), buffer),
         *(sizes["tensor"], sizes["context"], (config.train.seed, STEP), sequence_b),
-        *(config.train.z_loss_multiplier, end_of_text),
-        np.mean(tokens_of(config)[:, :-1] != END_OF_TEXT) if config.data.mask_documents else 1.0,
+        *(config.train.z_loss_multiplier, *_documents(config, sequence_b)),
     )
     return jax.device_get(rest | {"loss": loss}), jax.device_get(grads)
+
+
+def _documents(config: Config, sequence_b: np.ndarray) -> tuple[int | None, float, references.Text | None]:
+    """The last token of documents, the share of the targets that count, and what is not padding."""
+    if not config.data.mask_documents:
+        return None, 1.0, None
+    is_text_BN1, token_BN1 = ~padding_of(config), tokens_of(config)
+    counted = np.mean((token_BN1[:, :-1] != END_OF_TEXT) & is_text_BN1[:, 1:])
+    return END_OF_TEXT, float(counted), references.Text(is_text_BN1[sequence_b], float(is_text_BN1[:, :-1].mean()))
 
 
 def _sources(config: Config) -> int:

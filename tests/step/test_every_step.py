@@ -27,7 +27,8 @@ OTHERS = {
     "documents around a ring": f"{UNIFIED} {DOCUMENTS} mesh.data=1 mesh.context=2 mesh.tensor=2 model.num_layers=2 "
     "model.moe.moe_layer_freq=2 train.loss_chunk=5 train.z_loss_multiplier=0.1 schedule.remat=full",
     "documents of a batch in parts": f"{DOCUMENTS} exchange.context_form=all_gather mesh.data=1 mesh.context=2 "
-    "mesh.expert=2 train.grad_accumulation=2 model.num_layers=2 model.moe.moe_layer_freq=1",
+    "mesh.expert=2 train.grad_accumulation=2 model.num_layers=2 model.moe.moe_layer_freq=1 "
+    "model.moe.load_balancing_type=sequence",
     "z-loss of a batch in parts": "train.z_loss_multiplier=0.1 train.grad_accumulation=2 mesh.data=2 mesh.expert=2 "
     "model.num_layers=1 model.moe.moe_layer_freq=1",
 }

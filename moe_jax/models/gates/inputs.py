@@ -1,4 +1,5 @@
-"""What some gates read besides features: the id of a token, its place in the batch, and the random numbers of the step.
+"""What routers read besides features: the id of a token, its place in the batch, and the random numbers of the step,
+which some gates need, and which tokens are padding.
 
 A token's random numbers depend only on train.seed, the step, the block and the token's place in the global batch, so
 they are the same on every mesh and however a batch is split. B sequences of this device, N tokens of each, of which
@@ -6,11 +7,12 @@ this device has n, T = B·n.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Key, UInt32
+from jaxtyping import Array, Bool, Int, Key, UInt32
 
 from moe_jax.config import MoEConfig
 from moe_jax.parallel.mesh import BATCH_AXES
@@ -18,12 +20,13 @@ from moe_jax.parallel.sequence_shards import local_shard
 
 
 class RouterInputs(NamedTuple):
-    """What gates read about some tokens: [B, n] for a part of the batch, [T] for one call of a gate."""
+    """What routers read about some tokens: [B, n] for a part of the batch, [T] for one call of a gate."""
 
     id: Int[Array, "..."]  # index in the vocabulary
     place: Int[Array, "..."]  # index in the global batch
     key: UInt32[Array, " 2"] | None  # derived from the seed and the step; None: evaluation, without noise
     block: Int[Array, ""]  # the number of the block in the model
+    is_padding: Bool[Array, "..."] | None = None  # tokens that only fill a sequence; None: there are none
 
     def above(self, blocks: int | jax.Array) -> "RouterInputs":
         """Return the inputs for the same tokens, this many blocks higher."""
@@ -31,12 +34,20 @@ class RouterInputs(NamedTuple):
 
     def flat(self) -> "RouterInputs":
         """Return the inputs with tokens along one dimension, [T]."""
-        return self._replace(id=self.id.ravel(), place=self.place.ravel())
+        return self.with_tokens(jnp.ravel)
 
     def parts(self, count: int) -> list["RouterInputs"]:
         """Split the sequences into `count` equal parts."""
-        pieces = (jnp.split(x_Bn, count) for x_Bn in (self.id, self.place))
-        return [self._replace(id=id_bn, place=place_bn) for id_bn, place_bn in zip(*pieces, strict=True)]
+
+        def part(number: int) -> RouterInputs:
+            return self.with_tokens(lambda x_Bn: jnp.split(x_Bn, count)[number])
+
+        return [part(number) for number in range(count)]
+
+    def with_tokens(self, change: Callable[[jax.Array], jax.Array]) -> "RouterInputs":
+        """Return the inputs with each array of tokens changed alike."""
+        is_padding = None if self.is_padding is None else change(self.is_padding)
+        return self._replace(id=change(self.id), place=change(self.place), is_padding=is_padding)
 
     def keys(self) -> Key[Array, " T"]:
         """Return a random key for each token in this block. In evaluation it depends on neither seed nor step."""
@@ -53,19 +64,22 @@ class BatchPart:
     part: int | jax.Array = 0
     parts: int = 1
 
-    def router_inputs(self, id_BN: Int[Array, "B N"], moe: MoEConfig, seed: int) -> RouterInputs | None:
+    def router_inputs(
+        self, id_BN: Int[Array, "B N"], moe: MoEConfig, seed: int, is_padding_BN: Bool[Array, "B N"] | None = None
+    ) -> RouterInputs | None:
         """Return the inputs for the tokens of these sequences that this device has.
 
-        Returns None if no gate reads them. Runs inside `shard_map`.
+        Returns None if no router reads them. Runs inside `shard_map`.
         """
-        if moe.num_experts == 0 or not moe.gate_facts.sees_tokens:
+        if moe.num_experts == 0 or not (moe.gate_facts.sees_tokens or is_padding_BN is not None):
             return None
         sequences, length = id_BN.shape
         first = (jax.lax.axis_index(BATCH_AXES) * self.parts + self.part) * sequences
         sequence_B1 = first + jnp.arange(sequences, dtype=jnp.int32)[:, None]
         place_BN = sequence_B1 * length + jnp.arange(length, dtype=jnp.int32)
         key = None if self.step is None else jax.random.key_data(jax.random.fold_in(jax.random.key(seed), self.step))
-        return RouterInputs(local_shard(id_BN), local_shard(place_BN), key, jnp.int32(0))
+        is_padding_Bn = None if is_padding_BN is None else local_shard(is_padding_BN)
+        return RouterInputs(local_shard(id_BN), local_shard(place_BN), key, jnp.int32(0), is_padding_Bn)
 
 
 EVALUATION = BatchPart()

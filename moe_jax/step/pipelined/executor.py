@@ -68,15 +68,13 @@ class PipelineStage:
         self.tokens = OwnTokens(*map(by_microbatch, inputs.local_tokens()))
         document_BN, router_inputs = inputs.document_BN(context), inputs.router_inputs(context)
         self.document_MbN = None if document_BN is None else by_microbatch(document_BN)
-        self.router_inputs = router_inputs and router_inputs._replace(
-            id=by_microbatch(router_inputs.id), place=by_microbatch(router_inputs.place)
-        )
+        self.router_inputs = router_inputs and router_inputs.with_tokens(by_microbatch)
         _, sequences, length = self.tokens.input_Bn.shape
         self._x_bND = jax.ShapeDtypeStruct((sequences, length, config.model.hidden_size), jnp.dtype(compute.dtype))
         self.chunks: list[ModelChunk | RecomputedChunk] = []
         for number, orders in enumerate(plan.orders):
             tokens, first_block = sequences * length, plan.first_block(number)
-            sizes = context.global_tokens, inputs.loss_divisor(context), tokens
+            sizes = inputs.routed_tokens(context), inputs.loss_divisor(context), tokens
             dims = StepDims(config, compute, orders.shape, *sizes, first_block)
             consts = jax.eval_shape(
                 functools.partial(self._consts, number), TickPass(*(jnp.int32(0),) * len(TickPass._fields))
@@ -335,9 +333,8 @@ class PipelineStage:
         document_bN = None if self.document_MbN is None else get(self.document_MbN, work.microbatch)
         if self.router_inputs is None:
             return BlockConsts(weights, None, slots, document_bN)
-        id_bn, place_bn = (get(x_Mbn, work.microbatch) for x_Mbn in (self.router_inputs.id, self.router_inputs.place))
         below = jnp.asarray(self.plan.stages.first_block)[work.chunk * self.plan.table.stages + stage()]
-        router_inputs = self.router_inputs._replace(id=id_bn, place=place_bn).above(below)
+        router_inputs = self.router_inputs.with_tokens(lambda x_Mbn: get(x_Mbn, work.microbatch)).above(below)
         return BlockConsts(weights, router_inputs, slots, document_bN)
 
     def _slots(self, number: int, work: TickPass) -> dict[int, jax.Array]:

@@ -188,7 +188,7 @@ class ModelChunk:
         stats: RouterStats | None = sums.stats()
         parts = None
         if stats is not None:
-            parts = parts_of(tasks.losses, stats, sums.count_ME, self.dims.global_tokens, sums.model.moe)
+            parts = parts_of(tasks.losses, stats, sums.count_ME, self.dims.routed_tokens, sums.model.moe)
         x_bND = self._joined(tasks.x)
         saved = _Saved(tasks.pullbacks, tasks.lane_overflow.overflows, sums.share_ME if self._moe else None, x_bND)
         return x_bND, parts, saved

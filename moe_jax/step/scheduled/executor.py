@@ -274,9 +274,9 @@ class Tasks:
         squared logits.
         """
         moe = self.dims.config.model.moe
-        per_token = 1 / self.dims.global_tokens
+        per_token = 1 / self.dims.routed_tokens
         balance = moe.aux_loss_coeff * moe.num_experts * per_token
-        return balance * self.share(block), jnp.float32(moe.z_loss_coeff * per_token)
+        return balance * self.share(block), jnp.asarray(moe.z_loss_coeff * per_token, jnp.float32)
 
     def _embed_back(self, action: Action) -> None:
         for r in self.dims.microbatches_of(action):

@@ -72,7 +72,7 @@ def _gradients_of_part(
         context.config,
         context.compute,
         plan.schedule.shape,
-        context.global_tokens,
+        inputs.routed_tokens(context),
         inputs.loss_divisor(context),
         tokens.input_Bn.size,
     )
@@ -162,5 +162,5 @@ def _gathered(total: Callable[[int], Tree], model: ModelConfig, stacked: dict[in
 
 
 def _parts(sums: GradientReducer, context: StepContext) -> ObjectiveParts:
-    stats, tokens = sums.stats(), context.global_tokens
+    stats, tokens = sums.stats(), sums.tasks.dims.routed_tokens
     return parts_of(sums.tasks.losses, stats, sums.count_ME, tokens, context.config.model.moe)

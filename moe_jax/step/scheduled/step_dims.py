@@ -30,7 +30,7 @@ class StepDims:
     config: Config
     compute: ComputeConfig
     shape: StepShape
-    global_tokens: int
+    routed_tokens: int | jax.Array  # the number of tokens of the global batch that are not padding
     loss_divisor: int | jax.Array  # the number of targets of the global batch that the loss counts
     tokens: int  # on this device
     first_block: int | None = None  # the first block of a pipeline stage; None without stages
