@@ -121,8 +121,17 @@ def mode_of(config: Config, platform: str) -> Mode:
 
 def is_fused(config: Config, platform: str) -> bool:
     """Whether a step has no loop over blocks, and XLA fuses what the backward pass reads with what computes it."""
-    most_repeats = max(segment.repeats for segment in segments(config.model))
-    return platform == "gpu" and not config.step_facts.orders_tasks and config.schedule.unroll >= most_repeats
+    return fuses_if_unrolled(config, platform) and config.schedule.unroll >= longest_loop(config)
+
+
+def fuses_if_unrolled(config: Config, platform: str) -> bool:
+    """Whether a step that unrolls all blocks takes less memory."""
+    return platform == "gpu" and not config.step_facts.orders_tasks
+
+
+def longest_loop(config: Config) -> int:
+    """The number of iterations of the longest loop over blocks: `schedule.unroll` that unrolls all of them."""
+    return max(segment.repeats for segment in segments(config.model))
 
 
 def _rows(config: Config, platform: str, mesh: Mapping[str, int], parts: int, tokens: int) -> RowCounts:

@@ -1,5 +1,7 @@
 """Summary of a run as text, printed at its start, or by a dry run instead of it."""
 
+import dataclasses
+
 import jax
 
 from moe_jax.checkpoint.replicas.plan import safety_text
@@ -11,6 +13,8 @@ from moe_jax.measure.peak import matrix_flops_per_s
 from moe_jax.measure.trace import FOLDER
 from moe_jax.models.transformer import ComputeConfig, capability_of
 from moe_jax.parallel.mesh import Axis
+from moe_jax.plan.activation_memory import fuses_if_unrolled, longest_loop
+from moe_jax.plan.memory import step_memory
 from moe_jax.plan.plan_text import size
 from moe_jax.plan.resources import count_parameters, train_flops_per_token
 from moe_jax.plan.step_memory import StepMemory
@@ -42,6 +46,7 @@ def describe(run: Run) -> dict[str, str]:
         }
         | ({"sources": sources_text(run)} if config.data.sources else {})
         | attention_text(config, run.trainer.mesh)
+        | loop_text(config, run.trainer.mesh)
         | router_text(config)
         | unused(config)
         | ({"pipeline": pipeline_text(table)} if table else {})
@@ -73,6 +78,19 @@ def dry_run(config: Config) -> dict[str, str]:
         "temporaries": f"{size(memory.temp_size_in_bytes)} per device, as compiled",
         "step time": f"about {human_seconds(flops / rate)}, if all were as fast as one large matrix product was here: "
         f"{flops:.3g} FLOP at {rate:.3g} FLOP/s",
+    }
+
+
+def loop_text(config: Config, mesh: jax.sharding.Mesh) -> dict[str, str]:
+    """What a step without a loop over blocks would take, where that is less: plain steps on GPUs."""
+    platform, iterations = ComputeConfig.of(config, mesh).platform, longest_loop(config)
+    if not fuses_if_unrolled(config, platform) or config.schedule.unroll >= iterations:
+        return {}
+    schedule = dataclasses.replace(config.schedule, unroll=iterations)
+    unrolled = step_memory(dataclasses.replace(config, schedule=schedule), platform, mesh.shape)
+    return {
+        "loop": f"over the blocks; with schedule.unroll={iterations} a step takes about {size(unrolled.total)} per "
+        "device, moves fewer bytes, and compiles longer (docs/memory.md)"
     }
 
 

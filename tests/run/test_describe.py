@@ -9,8 +9,9 @@ from moe_jax.config import OptimizerConfig, TrainConfig
 from moe_jax.config.attention_kernels import HOPPER
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.mesh import make_mesh
+from moe_jax.plan.memory import step_memory
 from moe_jax.run import describe
-from moe_jax.run.describe import attention_text, blocks_text, pipeline_text, router_text, unused
+from moe_jax.run.describe import attention_text, blocks_text, loop_text, pipeline_text, router_text, unused
 from moe_jax.schedule.pipelines.build import make_table
 from tests.small import small_config
 
@@ -53,6 +54,18 @@ def test_attention_without_a_fused_kernel_gives_the_reason(monkeypatch: pytest.M
     assert attention_text(config, mesh) == {
         "attention": "xla, because train.attention_kernel=cudnn computes in bfloat16, and train.compute_dtype=float32"
     }
+
+
+def test_a_loop_on_a_gpu_says_what_unrolling_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_config(1, 1, moe_layer_freq=1, model={"num_layers": 4})
+    mesh = make_mesh(config.mesh, jax.devices()[:1])
+    assert loop_text(config, mesh) == {}, "on CPUs it saves nothing"
+    on_gpus = dataclasses.replace(ComputeConfig.of(config, mesh), platform="gpu")
+    monkeypatch.setattr(ComputeConfig, "of", lambda *_: on_gpus)
+    assert "with schedule.unroll=4 a step takes about" in loop_text(config, mesh)["loop"]
+    unrolled = dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, unroll=4))
+    assert loop_text(unrolled, mesh) == {}
+    assert step_memory(unrolled, "gpu").total < step_memory(config, "gpu").total
 
 
 def test_settings_without_effect_are_told() -> None:
