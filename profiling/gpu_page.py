@@ -21,16 +21,20 @@ What was measured on GPUs, and how to measure the rest. `profiling/gpu_page.py` 
 profiling/gpu_day.sh                       # everything, in up to three calls of eight minutes, most valuable first
 CALLS=1 profiling/gpu_day.sh --out FOLDER  # one call; the next one resumes it, if FOLDER still has the results
 profiling/gpu_day.sh --toy                 # does everything run? Anywhere, in a minute
-python profiling/gpu_page.py               # afterwards
+python profiling/gpu_page.py               # afterwards; --results FOLDER: from there
 ```
 """
+_STEP_COLUMNS = ("tokens/s", "MFU", "step, ms", "predicted, ms", "peak, GB", "predicted, GB", "mJ/token")
 _NONE = "\nNothing has been measured on a GPU so far: there is no result.\n"
 
 
 def main() -> None:
     """Write the page."""
-    CommandParser(prog="python profiling/gpu_page.py", description=__doc__).parse_args()
-    write_atomically(PAGE, page(read_results(RESULTS)))
+    parser = CommandParser(prog="python profiling/gpu_page.py", description=__doc__)
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, metavar="FOLDER", help="of bench_gpu.py's files (default: %(default)s)"
+    )
+    write_atomically(PAGE, page(read_results(parser.parse_args().results)))
     print(f"written: {PAGE.relative_to(Path.cwd()) if PAGE.is_relative_to(Path.cwd()) else PAGE}")
 
 
@@ -61,12 +65,13 @@ def _section(file: str, result: Mapping[str, Any]) -> Iterator[str]:
             f"{rates['memory_bytes_per_s'] / 1e12:.2f} TB/s of copies."
         )
     yield ""
-    yield "| step | tokens/s | MFU | step, ms | predicted, ms | peak, GB | predicted, GB | mJ/token |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield _row("step", "blocks × sequences", *_STEP_COLUMNS)
+    yield "|---|---|---|---|---|---|---|---|---|"
     for name in MODEL_PARTS:
         if "tokens_per_s" in (found := parts.get(name, {})):
             yield _row(
                 f"`{name}`",
+                f"{found.get('blocks', '–')} × {found.get('sequences', '–')}",
                 f"{found['tokens_per_s']:,.0f}",
                 f"{found['mfu']:.1%}",
                 f"{1e3 * found['step_s']['median']:.1f}",
@@ -84,19 +89,26 @@ def _section(file: str, result: Mapping[str, Any]) -> Iterator[str]:
     if races := races_of(parts):
         yield from (
             "",
-            "| grouped products of experts | ms, forward and backward | of the measured rate |",
+            "| grouped products of experts | ms, to the hidden width and back | of the measured rate |",
             "|---|---|---|",
         )
         for model, race in races.items():
             for name, seconds in race["seconds"].items():
-                yield _row(f"`{model}`: `{name}`", f"{1e3 * seconds:.2f}", f"{race['share_of_rate'][name]:.0%}")
+                share = f"{race['share_of_rate'][name]:.0%}"
+                yield _row(f"`{model}`: {_product(name, result)}", f"{1e3 * seconds:.2f}", share)
             for name, reason in race["left_out"].items():
-                yield _row(f"`{model}`: `{name}`", f"left out: {reason}", "–")
+                yield _row(f"`{model}`: {_product(name, result)}", f"left out: {reason}", "–")
     for name in MODEL_PARTS:
         if kinds := parts.get(name, {}).get("kinds"):
             yield from ("", f"| operations of `{name}` | ms | least ms |", "|---|---|---|")
             for kind, took in kinds.items():
                 yield _row(kind, f"{1e3 * took['seconds']:.2f}", f"{1e3 * took['least_seconds']:.2f}")
+
+
+def _product(label: str, result: Mapping[str, Any]) -> str:
+    """Return a pass and its product by the name that it has today."""
+    own, _, name = label.partition(" ")
+    return f"{own}, `{result.get('renamed', {}).get(name, name)}`"
 
 
 def _row(*cells: str) -> str:

@@ -147,23 +147,32 @@ def test_the_days_script_calls_until_all_is_measured(codes: str, calls: int, cod
 def test_the_page_has_what_was_measured(load: Any) -> None:
     page = load("gpu_page")
     assert page.PAGE.read_text(encoding="utf-8") == page.page(page.read_results(FOLDER / "results"))
-    race = {"seconds": {"blocks": 0.002}, "share_of_rate": {"blocks": 0.5}, "left_out": {"pallas": "no"}}
+    race = {"seconds": {"wgrad blocks": 0.002}, "share_of_rate": {"wgrad blocks": 0.5}}
+    race["left_out"] = {"wgrad warps": "no"}
     parts = {
         "rates": {"device": "One GPU", "matrix_flops_per_s": 7e14, "memory_bytes_per_s": 4e12},
         "kernels": {"errors": {"blocks": {"forward": 1e-3, "rows_gradient": 2e-3}, "cudnn": {"failed": "none"}}},
         "races": {"fine": race, "wall_s": 1},
-        "fine": {"tokens_per_s": 12345.0, "mfu": 0.4, "step_s": {"median": 0.5}, "predicted_step_s": 0.25},
+        "fine": {
+            "blocks": 9,
+            "sequences": 4,
+            "tokens_per_s": 12345.0,
+            "mfu": 0.4,
+            "step_s": {"median": 0.5},
+            "predicted_step_s": 0.25,
+        },
         "coarse": {"failed": "did not end within 125 s"},
     }
     made = {"date": "2030-01-02T03:04:05", "commit": "abc", "jax": "1.0"}
-    text = page.page({"bench_gpu_one.json": {"parts": parts, "provenance": made}})
+    renamed = {"warps": "hopper"}
+    text = page.page({"bench_gpu_one.json": {"parts": parts, "renamed": renamed, "provenance": made}})
     for line in (
         "## One GPU",
-        "| `fine` | 12,345 | 40.0% | 500.0 | 250.0 | – | – | – |",
+        "| `fine` | 9 × 4 | 12,345 | 40.0% | 500.0 | 250.0 | – | – | – |",
         "- `coarse`: did not end within 125 s",
         "| `blocks` | 2.0e-03 |",
-        "| `fine`: `blocks` | 2.00 | 50% |",
-        "| `fine`: `pallas` | left out: no | – |",
+        "| `fine`: wgrad, `blocks` | 2.00 | 50% |",
+        "| `fine`: wgrad, `hopper` | left out: no | – |",
     ):
         assert line in text.splitlines()
 

@@ -9,6 +9,7 @@ D documents of a split.
 
 import json
 import secrets
+import sys
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -65,10 +66,13 @@ def open_text(file: Path, settings: TextSettings) -> tuple[TextTokens, TextToken
     try:
         index = _load(path)
     except FileNotFoundError:
+        index = None
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
+        print(f"warning: {path} is damaged: the tokens are counted again", file=sys.stderr, flush=True)
+        index = None
+    if index is None:
         index = _count(documents, settings)
         _save(path, index, file)
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path} is damaged ({error}): remove it, and the tokens are counted again") from None
     (train, validation, cut), tokenizer = index, settings.tokenizer
     meta = Meta(
         tokenizer="bytes" if settings.tokenizer_crc32 is None else "bpe",

@@ -90,7 +90,11 @@ def find_data(path: str | Path, setting: str = "data.path") -> Path:
     if not path.exists():
         siblings = [p.name for p in path.parent.glob("*") if p.is_dir() or p.suffix in (".txt", *TEXT_SUFFIXES)]
         near = difflib.get_close_matches(path.name, siblings, n=1)
-        cure = f"did you mean {path.parent / near[0]}?" if near else "name a .txt file or a prepared folder"
+        cure = (
+            f"did you mean {path.parent / near[0]}?"
+            if near
+            else "name a .txt, .jsonl or .parquet file, or a prepared folder"
+        )
         raise DataError(f"{setting}={path} does not exist: {cure}")
     if not path.is_dir() and path.suffix not in (".txt", *TEXT_SUFFIXES):
         raise DataError(

@@ -5,9 +5,13 @@ import pytest
 from tests.bad_input.cases import Refusal, cases
 
 DATA = [
-    ("no text", "data.path=", "data.path is empty: name a .txt file or a prepared folder"),
+    ("no text", "data.path=", "data.path is empty: name a .txt, .jsonl or .parquet file, or a prepared folder"),
     ("a missing text", "data.path=txt.txt", "data.path=txt.txt does not exist: did you mean text.txt?"),
-    ("a missing folder", "data.path=a/b/c", "data.path=a/b/c does not exist: name a .txt file or a prepared folder"),
+    (
+        "a missing folder",
+        "data.path=a/b/c",
+        "data.path=a/b/c does not exist: name a .txt, .jsonl or .parquet file, or a prepared folder",
+    ),
     ("an empty text", "data.path=empty.txt", "empty.txt is empty: give some text"),
     (
         "another kind of file",

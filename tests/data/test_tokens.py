@@ -78,7 +78,10 @@ def test_a_missing_path_is_answered_with_the_nearest_one(text: Path, folder: Pat
     assert refusal(parent / "merci.txt") == f"data.path={parent}/merci.txt does not exist: did you mean {text}?"
     assert refusal(parent / "token") == f"data.path={parent}/token does not exist: did you mean {folder}?"
     for nowhere in (parent / "unlike", parent / "no" / "such"):
-        assert refusal(nowhere) == f"data.path={nowhere} does not exist: name a .txt file or a prepared folder"
+        assert (
+            refusal(nowhere)
+            == f"data.path={nowhere} does not exist: name a .txt, .jsonl or .parquet file, or a prepared folder"
+        )
 
 
 def test_another_kind_of_file_is_refused(text: Path) -> None:

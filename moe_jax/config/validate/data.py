@@ -6,7 +6,7 @@ from moe_jax.config.validate.ranges import check_changes
 from moe_jax.errors import ConfigError
 
 _WEIGHTS = Range(0, LARGE)
-_SOURCE = "name a .txt file or a prepared folder"
+_SOURCE = "name a .txt, .jsonl or .parquet file, or a prepared folder"
 
 
 def check_data(data: DataConfig) -> None:
