@@ -100,9 +100,12 @@ def _check_mixture(data: DataConfig, saved: DataConfig, run: Path, step: int | N
         own, trained = ([source.weight_at(first) for source in each.mixture] for each in (data, saved))
         if own != trained and (step is None or first <= step):
             later = "" if step is None else f" (a weight_schedule may change them from step {step + 1} on)"
+            cure = f"use these weights{later}"
+            if sorted(own) == sorted(trained):
+                cure = f"list the sources in the same order, or {cure}"
             raise CheckpointError(
                 f"data.sources has weights {own} in step {first}, but the checkpoints in log.dir={run} were trained "
-                f"with {trained}: use these weights{later}, or another log.dir"
+                f"with {trained}: {cure}, or another log.dir"
             )
 
 

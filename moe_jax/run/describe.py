@@ -139,6 +139,9 @@ def unused(config: Config) -> dict[str, str]:
         notes.append(
             f"the full optimizer.learning_rate, as optimizer.warmup_steps={warmup} is beyond train.steps={steps}"
         )
+    late = [each.label for each in config.data.sources if any(step > steps for step, _ in each.weight_schedule)]
+    if late:
+        notes.append(f"weights of data.sources ({', '.join(late)}) that change after train.steps={steps}")
     return {"unused": "; ".join(notes)} if notes else {}
 
 

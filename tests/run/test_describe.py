@@ -5,8 +5,9 @@ import dataclasses
 import jax
 import pytest
 
-from moe_jax.config import OptimizerConfig, TrainConfig
+from moe_jax.config import DataConfig, OptimizerConfig, TrainConfig
 from moe_jax.config.attention_kernels import HOPPER
+from moe_jax.config.sections import DataSource
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.plan.memory import step_memory
@@ -77,4 +78,6 @@ def test_settings_without_effect_are_told() -> None:
     assert unused(short)["unused"].endswith("as optimizer.warmup_steps=21 is beyond train.steps=20")
     quick = dataclasses.replace(small_config(1, 1), train=TrainConfig(quick_compile=True))
     assert unused(quick)["unused"] == "train.quick_compile, as it needs mesh.cpu_devices and jax below 0.11"
+    late = DataConfig(path=None, sources=(DataSource(path="a", weight=1.0, weight_schedule=((100, 0.5),)),))
+    assert unused(dataclasses.replace(short, data=late))["unused"].endswith("(a) that change after train.steps=20")
     assert unused(small_config(1, 1)) == {}

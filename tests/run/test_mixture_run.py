@@ -132,6 +132,7 @@ def test_a_run_resumes_with_the_weights_that_it_was_trained_with() -> None:
         "data.sources has weights [5.0, 2.0] in step 30, but the checkpoints in log.dir=run were trained with "
         f"[1.0, 2.0]: use these weights {ending}"
     )
+    assert ": list the sources in the same order, or use these weights (" in resumed(data_of((2, []), (1, [])), two)
     assert resumed(two, data_of((1.0, []), (3.0, []))).startswith("data.sources has weights [1.0, 2.0] in step 1, but ")
     assert resumed(two, DataConfig()) == (
         "data.sources has 2 sources, but the checkpoints in log.dir=run were trained on one source: use the same "
