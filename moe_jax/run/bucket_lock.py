@@ -8,14 +8,11 @@ import threading
 import time
 from typing import Self, final
 
-from moe_jax.distributed.heartbeat import is_supervised
-from moe_jax.errors import ConfigError
 from moe_jax.files.local_copy import LOCK
 from moe_jax.files.object_store import ABSENT, ObjectFolder, StoreError
-from moe_jax.run.run_lock import SILENCE_S, Holder
+from moe_jax.run.run_lock import ENDING_S, SILENCE_S, Holder, longest_ending_s
 
 BEAT_S = 10  # between two heartbeats, each of which reads and writes the object
-_ENDING_S = 2  # to wait for a live process on this host to end: it may just have been killed
 _POLL_S = 1
 
 
@@ -48,10 +45,7 @@ class BucketLock:
     def check(self) -> None:
         """Raise ConfigError if another run has taken over the lock, since this process seemed dead."""
         if self._lost_to is not None:
-            raise ConfigError(
-                f"log.dir={self._folder} was taken over by {self._lost_to}, as this process gave no sign of life for "
-                f"{SILENCE_S} s: it ends here"
-            )
+            raise self._lost_to.took_over(self._folder)
 
     def _take(self) -> None:
         """Wait until the folder is free or its holder is dead, and take the lock."""
@@ -63,32 +57,23 @@ class BucketLock:
             if holder is None or self._is_dead(holder, silent_s=time.monotonic() - since):
                 if self._folder.write_if(generation, LOCK, self._own.content()):
                     if holder is not None:
-                        print(f"log.dir={self._folder}: {holder}, which trained there, is gone: taken over", flush=True)
+                        holder.report_gone(self._folder)
                     return
                 continue  # somebody else was quicker
             first, waited_s = first or generation, time.monotonic() - since
             is_here = holder.kernel == self._own.kernel
-            ending_s = SILENCE_S if is_supervised() else _ENDING_S
-            if waited_s > ending_s if is_here else generation != first:
-                raise ConfigError(
-                    f"log.dir={self._folder} is in use by {holder} for {time.time() - holder.since:.0f} s: "
-                    "wait for its end, or use another log.dir"
-                )
-            if not reported and (not is_here or waited_s > _ENDING_S):
+            if waited_s > longest_ending_s() if is_here else generation != first:
+                raise holder.in_use(self._folder)
+            if not reported and (not is_here or waited_s > ENDING_S):
                 reported = True
-                print(
-                    f"log.dir={self._folder} was in use by {holder}: waiting at most {SILENCE_S} s for a sign of life",
-                    flush=True,
-                )
+                holder.report_waiting(self._folder)
             time.sleep(_POLL_S)
 
     def _is_dead(self, holder: Holder, silent_s: float) -> bool:
         """Whether the holder has ended; `silent_s` is the time in which it has given no sign of life."""
         if holder.kernel == self._own.kernel:
             return not holder.is_alive()
-        if holder.launch and holder.launch == self._own.launch:  # a launcher restarts a process only after it has ended
-            return True
-        return silent_s > SILENCE_S
+        return holder.has_ended_for(self._own) or silent_s > SILENCE_S
 
     def _beat(self) -> None:
         """Write heartbeats until the lock is released or lost; runs in a thread of its own."""

@@ -26,7 +26,7 @@ LAUNCH = "MOE_JAX_LAUNCH"  # environment variable with an ID that all workers of
 
 BEAT_S = 5  # between two heartbeats
 SILENCE_S = 60  # without a heartbeat, after which a process on another host counts as dead
-_ENDING_S = 2  # to wait for a live process on this host to end: it may just have been killed
+ENDING_S = 2  # to wait for a live process on this host to end: it may just have been killed
 _POLL_S = 0.2
 _EXITING = 0x4  # PF_EXITING, a flag of Linux processes
 
@@ -73,6 +73,40 @@ class Holder:
         """Whether a process on this kernel still exists and is not about to end."""
         return _is_alive(self)
 
+    def has_ended_for(self, other: "Holder") -> bool:
+        """Whether both have one launcher, which starts a process again only after it has ended."""
+        return bool(self.launch) and self.launch == other.launch
+
+    def in_use(self, folder: object) -> ConfigError:
+        """The error of a folder that this process, which is alive, uses."""
+        return ConfigError(
+            f"log.dir={folder} is in use by {self} for {time.time() - self.since:.0f} s: wait for its end, or use "
+            "another log.dir"
+        )
+
+    def took_over(self, folder: object) -> ConfigError:
+        """The error of a process whose lock this one has taken."""
+        return ConfigError(
+            f"log.dir={folder} was taken over by {self}, as this process gave no sign of life for {SILENCE_S} s: it "
+            "ends here"
+        )
+
+    def report_gone(self, folder: object) -> None:
+        """Print that the lock of this process, which has ended, is taken."""
+        print(f"log.dir={folder}: {self}, which trained there, is gone: taken over", flush=True)
+
+    def report_waiting(self, folder: object) -> None:
+        """Print that another process waits for this one, which may have ended."""
+        print(f"log.dir={folder} was in use by {self}: waiting at most {SILENCE_S} s for a sign of life", flush=True)
+
+
+def longest_ending_s() -> float:
+    """Seconds to wait for a live process on this host to end.
+
+    A launcher may have been killed and restarted while its old worker processes are still ending.
+    """
+    return SILENCE_S if is_supervised() else ENDING_S
+
 
 @final
 class FolderLock:
@@ -108,10 +142,7 @@ class FolderLock:
     def check(self) -> None:
         """Raise ConfigError if another run has taken over the lock, since this process seemed dead."""
         if self._lost_to is not None:
-            raise ConfigError(
-                f"log.dir={self._folder} was taken over by {self._lost_to}, as this process gave no sign of life for "
-                f"{SILENCE_S} s: it ends here"
-            )
+            raise self._lost_to.took_over(self._folder)
 
     def _take(self) -> None:
         """Wait until the folder is free or its holder is dead, and take the lock. Raises ConfigError and OSError."""
@@ -124,28 +155,18 @@ class FolderLock:
                 if holder is None or (not holder.is_alive() if is_here else self._is_dead(holder, silent_s)):
                     _write(file, self._own)
                     if holder is not None:
-                        print(f"log.dir={self._folder}: {holder}, which trained there, is gone: taken over", flush=True)
+                        holder.report_gone(self._folder)
                     return
-            # a launcher may have been killed and restarted while its old worker processes are still ending
-            ending_s = SILENCE_S if is_supervised() else _ENDING_S
-            if (is_here and silent_s > ending_s) or (not is_here and beats not in (-1, holder.beats)):
-                raise ConfigError(
-                    f"log.dir={self._folder} is in use by {holder} for {time.time() - holder.since:.0f} s: "
-                    "wait for its end, or use another log.dir"
-                )
-            if not reported and (not is_here or silent_s > _ENDING_S):
+            if (is_here and silent_s > longest_ending_s()) or (not is_here and beats not in (-1, holder.beats)):
+                raise holder.in_use(self._folder)
+            if not reported and (not is_here or silent_s > ENDING_S):
                 reported, beats = True, holder.beats
-                print(
-                    f"log.dir={self._folder} was in use by {holder}: waiting at most {SILENCE_S} s for a sign of life",
-                    flush=True,
-                )
+                holder.report_waiting(self._folder)
             time.sleep(_POLL_S)
 
     def _is_dead(self, holder: Holder, silent_s: float) -> bool:
         """Whether a process that is not visible from here is dead. `silent_s`: time observed without a heartbeat."""
-        if holder.launch and holder.launch == self._own.launch:  # a launcher restarts a process only after it has ended
-            return True
-        return max(silent_s, self._age_s()) > SILENCE_S
+        return holder.has_ended_for(self._own) or max(silent_s, self._age_s()) > SILENCE_S
 
     def _age_s(self) -> float:
         """Time since the last heartbeat in seconds, by the file system's clock: the clocks of two hosts may differ."""

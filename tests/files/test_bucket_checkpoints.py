@@ -12,7 +12,7 @@ from moe_jax.checkpoint.storage import storage_of
 from moe_jax.errors import CheckpointError, ConfigError
 from moe_jax.files.local_copy import local_path
 from moe_jax.files.upload import Uploads
-from moe_jax.run import bucket_lock
+from moe_jax.run import bucket_lock, run_lock
 from moe_jax.run.bucket_lock import BucketLock
 from moe_jax.run.run_lock import Holder
 from tests.gcs_server import Server
@@ -129,7 +129,8 @@ def test_a_lock_is_taken_though_the_answer_of_the_store_is_lost(store: Server) -
 def test_one_run_at_a_time_has_the_lock(
     store: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bucket_lock, "_ENDING_S", 0)
+    for module in (bucket_lock, run_lock):
+        monkeypatch.setattr(module, "ENDING_S", 0)
     monkeypatch.setattr(bucket_lock, "_POLL_S", 0.01)
     monkeypatch.setattr(bucket_lock, "BEAT_S", 0.02)
     with BucketLock(URL) as lock:

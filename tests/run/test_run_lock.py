@@ -29,7 +29,7 @@ with FolderLock(Path(sys.argv[1])):
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_lock, "_ENDING_S", 0.3)
+    monkeypatch.setattr(folder_lock, "ENDING_S", 0.3)
     monkeypatch.setattr(folder_lock, "_POLL_S", 0.01)
 
 
@@ -76,7 +76,7 @@ def test_a_worker_waits_for_one_whose_launcher_was_killed_and_others_do_not(
     """The old worker is alive for longer than a process needs to end that was killed itself."""
     put(tmp_path / "run", pid=77)
     seen = iter([True] * 5)
-    monkeypatch.setattr(folder_lock, "_ENDING_S", -1)
+    monkeypatch.setattr(folder_lock, "ENDING_S", -1)
     monkeypatch.setattr(folder_lock, "_is_alive", lambda holder: next(seen, False))
     monkeypatch.setattr(folder_lock, "is_supervised", lambda: supervised)
     if not supervised:
