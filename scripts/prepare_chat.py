@@ -11,14 +11,7 @@ import argparse
 from moe_jax.data.prepare_chat import prepare_chat
 from moe_jax.errors import CommandParser, run_command
 from moe_jax.files.local_copy import local_path
-from moe_jax.files.places import (
-    all_uploaded_or_nothing,
-    check_is_empty,
-    output_folder,
-    parse_place,
-    place,
-    place_of,
-)
+from moe_jax.files.places import new_folder, parse_place, place, place_of
 
 
 def main() -> None:
@@ -36,9 +29,7 @@ def main() -> None:
     parser.add_argument("--template", metavar="FILE", help="a chat template, instead of the model's")
     parser.add_argument("--validation-fraction", type=float, default=0.1, metavar="F", help="of the conversations")
     arguments = parser.parse_args()
-    output = output_folder(arguments.output)
-    check_is_empty("OUTPUT", output)
-    with all_uploaded_or_nothing(output):
+    with new_folder("OUTPUT", arguments.output) as output:
         made = prepare_chat(
             local_path(arguments.input),
             output,

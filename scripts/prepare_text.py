@@ -12,14 +12,7 @@ from moe_jax.data.prepare import prepare_text
 from moe_jax.data.tokens import verify_tokens
 from moe_jax.errors import CommandParser, run_command
 from moe_jax.files.local_copy import local_path
-from moe_jax.files.places import (
-    all_uploaded_or_nothing,
-    check_is_empty,
-    output_folder,
-    parse_place,
-    place,
-    place_of,
-)
+from moe_jax.files.places import new_folder, parse_place, place, place_of
 
 
 def main() -> None:
@@ -48,9 +41,8 @@ def main() -> None:
     if arguments.verify:
         folder, meta = arguments.input, verify_tokens(arguments.input)
     else:
-        tokenizer, folder = arguments.tokenizer, output_folder(arguments.output)
-        check_is_empty("OUTPUT", folder)
-        with all_uploaded_or_nothing(folder):
+        tokenizer = arguments.tokenizer
+        with new_folder("OUTPUT", arguments.output) as folder:
             meta = prepare_text(
                 arguments.input,
                 folder,

@@ -56,6 +56,18 @@ def all_uploaded_or_nothing(path: Path) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def new_folder(name: str, place: str) -> Iterator[Path]:
+    """Context with the folder to make for the argument `name`; a bucket gets all of it at the end, or nothing.
+
+    Raises StoreError if the bucket cannot be written, and ConfigError if it has anything there.
+    """
+    folder = output_folder(place)
+    check_is_empty(name, folder)
+    with all_uploaded_or_nothing(folder):
+        yield folder
+
+
 def check_is_empty(name: str, path: Path) -> None:
     """Raise ConfigError if a path is the copy of a URL at which a bucket has anything."""
     if (url := url_of(path)) and objects_at(url)[0]:
