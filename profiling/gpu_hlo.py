@@ -72,12 +72,13 @@ def kernels(program: HloModule, config: Config, target: Target) -> dict[str, Any
 
 
 def _account(config: Config, target: Target) -> dict[str, Any]:
-    """Compile a step; return its memory and its kernels."""
+    """Compile a step; return its products, memory and kernels."""
     program, allocated = compiled(config, target)
     predicted = step_memory(config, target.platform).total
     return {
         "blocks": config.model.num_layers,
         "sequences": config.train.batch_size,
+        **read(program),
         "allocated_bytes": allocated,
         "predicted_bytes": int(predicted),
         "error": rounded(predicted / allocated - 1),
@@ -114,18 +115,7 @@ def main() -> None:
         if arguments.layers is not None:
             cut = dataclasses.replace(model, num_layers=arguments.layers)
             config = dataclasses.replace(config, model=cut)
-        program, allocated = compiled(config, target)
-        predicted = step_memory(config, target.platform).total
-        values[name] = {
-            "blocks": config.model.num_layers,
-            "sequences": config.train.batch_size,
-            **read(program),
-            "allocated_bytes": allocated,
-            "predicted_bytes": int(predicted),
-            "error": rounded(predicted / allocated - 1),
-            "kernels": kernels(program, config, target),
-            "unrolled": _account(unrolled(config), target),
-        }
+        values[name] = _account(config, target) | {"unrolled": _account(unrolled(config), target)}
         if arguments.layers is None:
             filled = filling(model, memory_bytes)
             assert filled is not None, "a block of each fits"

@@ -4,7 +4,6 @@ Widths are the published ones; the number of blocks is the largest that fits. Im
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from moe_jax.config import Config, DataConfig, LatentConfig, MeshConfig, ModelConfig, MoEConfig, TrainConfig
@@ -98,15 +97,11 @@ def filling(model: ModelConfig, num_bytes: int, looped: bool = False) -> Config 
     All blocks are unrolled, and all activations are stored: MFU does not count recomputation. `looped`: a loop over
     blocks, and at least 4 sequences.
     """
-    shaped: Callable[[Config], Config] = _same if looped else unrolled
+    least = _LEAST_LOOPED if looped else _LEAST
     budget = (_SHARE_LOOPED if looped else _SHARE) * num_bytes
     for layers in range(model.num_layers, model.moe.first_k_dense_replace, -1):
         cut = dataclasses.replace(model, num_layers=layers)
-        fitting = [n for n in _SEQUENCES if step_memory(shaped(config_of(cut, n)), "gpu").total <= budget]
-        if fitting and fitting[0] >= (_LEAST_LOOPED if looped else _LEAST):
-            return shaped(config_of(cut, fitting[0]))
+        shaped = (config_of(cut, count, unroll=1 if looped else layers) for count in _SEQUENCES if count >= least)
+        if fitting := next((each for each in shaped if step_memory(each, "gpu").total <= budget), None):
+            return fitting
     return None
-
-
-def _same(config: Config) -> Config:
-    return config

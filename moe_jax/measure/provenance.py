@@ -31,7 +31,7 @@ def origin() -> dict[str, Any]:
     """Return the provenance without devices; this does not initialize jax."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": f"{_program()} {shlex.join(sys.argv[1:])}".strip(),
+        "command": f"{_program()} {shlex.join(map(_argument, sys.argv[1:]))}".strip(),
         "commit": _commit(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
         **versions(),
@@ -51,6 +51,11 @@ def _program() -> str:
     if spec:
         return f"python -m {spec.name.removesuffix('.__main__')}"
     return f"python {os.path.relpath(sys.argv[0])}" if sys.argv[0] else "python"
+
+
+def _argument(text: str) -> str:
+    """Return an argument; of an absolute path only the last part, since the rest is of one machine."""
+    return Path(text).name if Path(text).is_absolute() else text
 
 
 def package_version(package: str) -> str | None:
