@@ -371,6 +371,24 @@ REFUSED = {
     "schedule.policy=unified schedule.microbatches=4 schedule.backward_microbatches=3": (
         "schedule.backward_microbatches=3 cannot be made of schedule.microbatches=4: use 1, 2 or 4"
     ),
+    "optimizer.zero_axes=[expert]": (
+        "optimizer.zero_axes=[expert] is where optimizer.zero shards, and optimizer.zero=0 shards nothing: "
+        "use optimizer.zero=1, 2 or 3, or optimizer.zero_axes=null"
+    ),
+    "optimizer.zero=3 optimizer.zero_axes=[]": (
+        "optimizer.zero_axes=[] shards over nothing: name a mesh axis, or use null for all axes"
+    ),
+    "optimizer.zero=3 optimizer.zero_axes=[data,data]": (
+        "optimizer.zero_axes=[data, data] has data twice: name each axis once"
+    ),
+    "optimizer.zero=3 optimizer.zero_axes=[tensor] mesh.data=2 mesh.expert=4": (
+        "optimizer.zero_axes=[tensor] shards over nothing, since this mesh has one rank along it: "
+        "use optimizer.zero_axes=[data, expert], or null for all axes"
+    ),
+    "optimizer.zero=3 optimizer.zero_axes=[tensor,context] mesh.data=2 mesh.expert=4": (
+        "optimizer.zero_axes=[tensor, context] shards over nothing, since this mesh has one rank along each: "
+        "use optimizer.zero_axes=[data, expert], or null for all axes"
+    ),
     "schedule.param_gather=block optimizer.zero=1": (
         "schedule.param_gather=block gathers nothing with optimizer.zero=1: "
         "set optimizer.zero=3, or schedule.param_gather=prefetch"

@@ -134,7 +134,7 @@ FIXED = {
     *("log.trace_step", "data.sources"),
     *("tune.over", "migration.enabled", "model.moe.capacity_schedule", "train.skip_spikes"),
     *("model.latent.q_lora_rank", "model.attention.full_every", "model.qk_norm_after_rope"),
-    *(f"optimizer.{name}" for name in ("decay_fraction", "groups", "momentum")),
+    *(f"optimizer.{name}" for name in ("decay_fraction", "groups", "momentum", "zero_axes")),
     *("optimizer.newton_schulz_steps", "optimizer.newton_schulz_dtype"),
     *(
         f"model.moe.{name}"

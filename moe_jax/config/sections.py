@@ -554,6 +554,14 @@ class OptimizerConfig:
     # with train.grad_accumulation the gradients of each part of a batch are summed over devices separately; 3,
     # parameters, too, which are gathered where they are used (FSDP)
     zero: Literal[0, 1, 2, 3] = 0
+    # hybrid sharding: the mesh axes over which ZeRO shards, such as those inside a node, while ranks along the others
+    # have the same shards. null: all axes; see docs/fully_sharded.md
+    zero_axes: tuple[Literal["data", "expert", "context", "tensor"], ...] | None = None
+
+    @property
+    def sharding_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which ZeRO may shard."""
+        return ("data", "expert", "context", "tensor") if self.zero_axes is None else self.zero_axes
 
     @property
     def facts(self) -> OptimizerFacts:

@@ -8,7 +8,7 @@ P ranks over which an array is sharded, n numbers in the shard of each rank.
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -98,12 +98,13 @@ def ranks_of(axes: tuple[Axis, ...]) -> int:
     return math.prod(jax.lax.axis_size(axis) for axis in axes)
 
 
-def cuts_of(shapes: Tree, specs: Tree, mesh_shape: Mapping[str, int]) -> Tree:
+def cuts_of(shapes: Tree, specs: Tree, mesh_shape: Mapping[str, int], axes: Collection[str] = TOKEN_AXES) -> Tree:
     """Return a ShardSpec for each parameter: a dimension that no mesh axis shards, over as many devices as divide it.
 
-    The stacked dimension of blocks belongs to the pipeline axis: each block is sharded on its own.
+    The stacked dimension of blocks belongs to the pipeline axis: each block is sharded on its own. `axes`: those that
+    may shard; ranks along the others have the same shards (hybrid sharding).
     """
-    return jax.tree.map(lambda shape, spec: _shard_spec_of(shape.shape, spec, mesh_shape), shapes, specs)
+    return jax.tree.map(lambda shape, spec: _shard_spec_of(shape.shape, spec, mesh_shape, axes), shapes, specs)
 
 
 def no_cuts(specs: Tree) -> Tree:
@@ -140,17 +141,20 @@ def shard_partition_specs(cuts: Tree, specs: Tree) -> Tree:
     return jax.tree.map(lambda cut, spec: cut.spec(spec), cuts, specs)
 
 
-def _shard_spec_of(shape: tuple[int, ...], spec: PartitionSpec, mesh_shape: Mapping[str, int]) -> ShardSpec:
-    free = [axis for axis in TOKEN_AXES if axis not in sharded_axes(spec) and mesh_shape[axis] > 1]
+def _shard_spec_of(
+    shape: tuple[int, ...], spec: PartitionSpec, mesh_shape: Mapping[str, int], axes: Collection[str]
+) -> ShardSpec:
+    sharded = sharded_axes(spec)
+    free = [axis for axis in TOKEN_AXES if axis in axes and axis not in sharded and mesh_shape[axis] > 1]
     whole = [dim for dim in range(len(shape)) if dim >= len(spec) or spec[dim] is None]
     choices = [
-        (math.prod(mesh_shape[axis] for axis in axes), -dim, axes)  # shards of the first dimension are contiguous
+        (math.prod(mesh_shape[axis] for axis in some), -dim, some)  # shards of the first dimension are contiguous
         for count in range(1, len(free) + 1)
-        for axes in itertools.combinations(free, count)
+        for some in itertools.combinations(free, count)
         for dim in whole
     ]
-    fitting = [(ranks, place, axes) for ranks, place, axes in choices if shape[-place] % ranks == 0]
+    fitting = [(ranks, place, some) for ranks, place, some in choices if shape[-place] % ranks == 0]
     if not fitting:
         return ShardSpec()
-    _, place, axes = max(fitting)
-    return ShardSpec(-place, axes)
+    _, place, most = max(fitting)
+    return ShardSpec(-place, most)

@@ -37,20 +37,20 @@ class DeviceGroup(NamedTuple):
 _OF_STAGE = ("context", "expert", "tensor")
 
 
-def group_over(axes: Collection[str], mesh: Mapping[str, int]) -> DeviceGroup:
-    """The devices that differ in `data` and in these axes of their pipeline stage.
+def group_over(axes: Collection[str], mesh: Mapping[str, int], *, with_data: bool = True) -> DeviceGroup:
+    """The devices that differ in `data` and in these axes of their pipeline stage; or in these axes alone.
 
     Pipeline stages lie between the ranks of `data` in the device order.
     """
-    return _group_over(tuple(axes), **mesh)
+    return _group_over(tuple(axes), with_data, **mesh)
 
 
 @functools.lru_cache(maxsize=1024)
-def _group_over(axes: tuple[str, ...], **mesh: int) -> DeviceGroup:
+def _group_over(axes: tuple[str, ...], with_data: bool, **mesh: int) -> DeviceGroup:
     inner = [axis for axis in _OF_STAGE if axis in axes]
     ranks = math.prod(mesh[axis] for axis in inner)
     stride = math.prod(mesh[axis] for axis in _OF_STAGE[_OF_STAGE.index(inner[-1]) + 1 if inner else 0 :])
-    rows, row_stride = mesh["data"], mesh["pipeline"] * math.prod(mesh[axis] for axis in _OF_STAGE)
+    rows, row_stride = mesh["data"] if with_data else 1, mesh["pipeline"] * math.prod(mesh[axis] for axis in _OF_STAGE)
     if rows == 1 or mesh["pipeline"] == 1:
         return DeviceGroup(rows * ranks, stride)
     return DeviceGroup(rows, row_stride) if ranks == 1 else DeviceGroup(rows * ranks, stride, rows, row_stride)

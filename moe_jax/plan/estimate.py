@@ -18,7 +18,7 @@ from moe_jax.config.validate import check_batch_split
 from moe_jax.errors import ConfigError
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.collective_costs import CollectiveCosts
-from moe_jax.plan.gradients import moment_bytes, parts_of
+from moe_jax.plan.gradients import moment_bytes, parts_of, shard_groups
 from moe_jax.plan.measured import MeasuredTimes, read_times
 from moe_jax.plan.orthogonalizing import orthogonalizing_flops
 from moe_jax.plan.pipelined import PipelinedStep, parameters_by_group
@@ -205,11 +205,12 @@ def update_seconds(config: Config, cluster: Cluster, collectives: CollectiveCost
     Moments are read and written. Muon's iterations count by their products, without the time to send matrices.
     """
     mesh, device = config.mesh.sizes, cluster.device
-    parts, updated, gathered_s = parts_of(config, mesh), 0.0, 0.0
+    parts, hybrid, updated, gathered_s = parts_of(config, mesh), shard_groups(config, mesh), 0.0, 0.0
     for group, count in parameters_by_group(config):
         updated += count / parts[group]
         if config.param_gather == "none":  # else the step's tasks gather
-            gathered_s += collectives.ring(count * (1 - 1 / parts[group]) * _PARAMETER_BYTES, group)
+            devices = hybrid[group].shards if hybrid else group
+            gathered_s += collectives.ring(count * (1 - 1 / parts[group]) * _PARAMETER_BYTES, devices)
     moved = _UPDATE_BYTES * updated + 2 * moment_bytes(stage_parameters_of(config), config, mesh)
     products_s = orthogonalizing_flops(config, mesh) / (device.matrix_flops_per_s * device.matrix_efficiency)
     return moved / device.copied_bytes_per_s + products_s + gathered_s

@@ -15,12 +15,20 @@ from moe_jax.schedule.grad_buckets import split_into_buckets
 ITEM_BYTES = 4
 
 
+class ShardGroups(NamedTuple):
+    """The devices of hybrid sharding among those that would have the same parameters."""
+
+    shards: DeviceGroup  # which have all shards together
+    same: DeviceGroup  # which have the same shard
+
+
 class Sum(NamedTuple):
     """One reduction: a bucket of an owner's gradients. With ZeRO it is scattered into `parts` shards."""
 
     group: DeviceGroup
     num_bytes: float
     parts: int = 1
+    hybrid: ShardGroups | None = None  # if `optimizer.zero_axes` names the axes over which it is scattered
 
     @property
     def sent_bytes(self) -> float:
@@ -33,6 +41,11 @@ class Sum(NamedTuple):
 
     def seconds(self, collectives: CollectiveCosts) -> float:
         """Seconds on a cluster's links."""
+        if self.hybrid and self.parts > 1:
+            shards, same = self.hybrid
+            scattered_bytes, own_bytes = (1 - 1 / self.parts) * self.num_bytes, self.num_bytes / self.parts
+            scattered_s = collectives.ring(scattered_bytes, shards, "reduce_scatter")
+            return scattered_s + collectives.ring(2 * (1 - 1 / same.ranks) * own_bytes, same, "all_reduce")
         return collectives.ring(self.sent_bytes, self.group, "all_reduce" if self.parts == 1 else "reduce_scatter")
 
 
@@ -41,9 +54,9 @@ def sums_of(config: Config, mesh: Mapping[str, int], bucket_cap_mb: float | None
 
     Without a limit (`bucket_cap_mb=None`) an owner's gradients of one group are one bucket.
     """
-    parts = parts_of(config, mesh)
+    parts, hybrid = parts_of(config, mesh), shard_groups(config, mesh)
     groups = (params_by_group(owned, config, mesh) for owned in owned_parameters(config.model))
-    return tuple(_of_owner(each, bucket_cap_mb, parts) for each in groups)
+    return tuple(_of_owner(each, bucket_cap_mb, parts, hybrid) for each in groups)
 
 
 class _Layout(NamedTuple):
@@ -54,6 +67,7 @@ class _Layout(NamedTuple):
     num_experts: int
     slots: int  # of all ranks, for the experts of a block and their copies
     sizes: tuple[tuple[str, int], ...]  # of the mesh's axes
+    sharding_axes: tuple[str, ...]  # over which ZeRO may shard
 
     @staticmethod
     def of(config: Config, mesh: Mapping[str, int]) -> "_Layout":
@@ -64,6 +78,7 @@ class _Layout(NamedTuple):
             num_experts=config.model.moe.num_experts,
             slots=config.expert_slots(mesh),
             sizes=tuple(mesh.items()),
+            sharding_axes=config.optimizer.sharding_axes,
         )
 
     @property
@@ -101,6 +116,23 @@ def parts_of(config: Config, mesh: Mapping[str, int]) -> dict[DeviceGroup, int]:
     return _parts_of(_sharded_width(config), _Layout.of(config, mesh))
 
 
+def shard_groups(config: Config, mesh: Mapping[str, int]) -> dict[DeviceGroup, ShardGroups]:
+    """The devices of hybrid sharding by the group that they are of; {} unless `optimizer.zero_axes` names axes."""
+    if config.optimizer.zero_axes is None:
+        return {}
+    layout = _Layout.of(config, mesh)
+    sharding = layout.sharding_axes
+
+    def groups(axes: tuple[str, ...]) -> ShardGroups:
+        inside, across = ([axis for axis in axes if (axis in sharding) is wanted] for wanted in (True, False))
+        over_data = "data" in sharding
+        return ShardGroups(
+            group_over(inside, mesh, with_data=over_data), group_over(across, mesh, with_data=not over_data)
+        )
+
+    return {group_over(axes, mesh): groups(axes) for axes in layout.axes_of_copies}
+
+
 def parts_by_owner(config: Config, mesh: Mapping[str, int]) -> dict[str, int]:
     """The same by the axes that shard parameters, named as in `Owned`."""
     parts, axes = parts_of(config, mesh), _Layout.of(config, mesh).axes_of_copies
@@ -115,7 +147,8 @@ def _sharded_width(config: Config) -> int:
 def _parts_of(width: int, layout: _Layout) -> dict[DeviceGroup, int]:
     mesh = dict(layout.sizes)
     sized_groups = (
-        ([mesh[axis] for axis in ("data", *axes)], group_over(axes, mesh)) for axes in layout.axes_of_copies
+        ([mesh[axis] for axis in ("data", *axes) if axis in layout.sharding_axes], group_over(axes, mesh))
+        for axes in layout.axes_of_copies
     )
     return {group: _most_dividing(width, tuple(sizes)) for sizes, group in sized_groups}
 
@@ -158,12 +191,16 @@ def _own_parameters(owned: tuple[Owned, ...], width: int, layout: _Layout) -> fl
 
 
 def _of_owner(
-    counts: Mapping[DeviceGroup, int], bucket_cap_mb: float | None, parts: Mapping[DeviceGroup, int]
+    counts: Mapping[DeviceGroup, int],
+    bucket_cap_mb: float | None,
+    parts: Mapping[DeviceGroup, int],
+    hybrid: Mapping[DeviceGroup, ShardGroups],
 ) -> tuple[Sum, ...]:
     shared = {group: count for group, count in counts.items() if group.ranks > 1 and count}
     groups, ranks = tuple(shared), [parts[group] for group in shared]
     sizes = [count // each for count, each in zip(shared.values(), ranks, strict=True)]
     chunks = split_into_buckets(sizes, bucket_cap_mb, [ITEM_BYTES * each for each in ranks])
     return tuple(
-        Sum(groups[group], (stop - start) * ranks[group] * ITEM_BYTES, ranks[group]) for group, start, stop in chunks
+        Sum(groups[group], (stop - start) * ranks[group] * ITEM_BYTES, ranks[group], hybrid.get(groups[group]))
+        for group, start, stop in chunks
     )

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from moe_jax.config import Config
 from moe_jax.config.layer_layout import segments
 from moe_jax.plan.collective_costs import CollectiveCosts, DeviceGroup
-from moe_jax.plan.gradients import params_by_group, parts_of
+from moe_jax.plan.gradients import params_by_group, parts_of, shard_groups
 from moe_jax.plan.resources import Owned, owned_parameters
 from moe_jax.plan.work import ITEM_BYTES
 from moe_jax.schedule.scanned import ScannedBlocks
@@ -15,7 +15,7 @@ from moe_jax.schedule.scanned import ScannedBlocks
 class Gathered(NamedTuple):
     """Parameters that a device gathers at once, from the devices that would have the same ones."""
 
-    group: DeviceGroup
+    group: DeviceGroup  # which have all shards
     sent_bytes: float  # that leave a device: (P - 1)/P of the whole, over P ranks
 
     def seconds(self, collectives: CollectiveCosts) -> float:
@@ -75,12 +75,12 @@ def param_gathers(config: Config, mesh: Mapping[str, int]) -> tuple[dict[str, tu
 
     Blocks are gathered in the compute type; the embedding and the head in float32.
     """
-    parts, owners = parts_of(config, mesh), owned_parameters(config.model)
+    parts, owners, hybrid = parts_of(config, mesh), owned_parameters(config.model), shard_groups(config, mesh)
 
     def gathered(owned: Owned, dtype: str) -> tuple[Gathered, ...]:
         counts = params_by_group(owned, config, mesh)
         return tuple(
-            Gathered(group, (1 - 1 / parts[group]) * count * ITEM_BYTES[dtype])
+            Gathered(hybrid[group].shards if hybrid else group, (1 - 1 / parts[group]) * count * ITEM_BYTES[dtype])
             for group, count in counts.items()
             if count
         )

@@ -181,7 +181,9 @@ def _schedule(candidate: Candidate) -> str:
     words += [f"chunks {settings.bucket_cap_mb:g} MB"] if settings.bucket_cap_mb else []
     words += [f"remat {settings.remat}"] if settings.remat != "none" else []
     words += [f"batch in {parts}"] if parts > 1 else []
-    words += [f"ZeRO {zero}"] if (zero := candidate.config.optimizer.zero) else []
+    if stage := candidate.config.optimizer.zero:
+        axes = candidate.config.optimizer.zero_axes
+        words.append(f"ZeRO {stage}" + (f" over {' × '.join(axes)}" if axes else ""))
     return ", ".join(words)
 
 

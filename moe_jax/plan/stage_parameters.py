@@ -8,7 +8,7 @@ from typing import NamedTuple
 from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages, segments
 from moe_jax.plan.collective_costs import DeviceGroup
-from moe_jax.plan.gradients import ITEM_BYTES, Sum, params_by_group, parts_of
+from moe_jax.plan.gradients import ITEM_BYTES, Sum, params_by_group, parts_of, shard_groups
 from moe_jax.plan.resources import Owned, owned_by_kind, owned_parameters
 
 
@@ -34,11 +34,11 @@ def stage_sums(config: Config, mesh: Mapping[str, int]) -> list[Sum]:
     A stage's own gradients are summed over its devices, those of the embedding and head over all stages, too. If they
     are scattered (ZeRO), they are summed over stages shard by shard.
     """
-    params, parts = stage_parameters_of(config), parts_of(config, mesh)
+    params, parts, hybrid = stage_parameters_of(config), parts_of(config, mesh), shard_groups(config, mesh)
 
     def of_devices(owned: Owned) -> list[Sum]:
         return [
-            Sum(group, count * ITEM_BYTES, parts[group])
+            Sum(group, count * ITEM_BYTES, parts[group], hybrid.get(group))
             for group, count in params_by_group(owned, config, mesh).items()
         ]
 

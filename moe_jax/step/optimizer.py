@@ -121,7 +121,7 @@ def state_cuts(config: Config, mesh: Mesh) -> Cuts:
     if not config.optimizer.zero:
         whole: Cuts = no_cuts(specs)
         return whole
-    cuts = cuts_of(param_shapes(config.model), specs, mesh.shape)
+    cuts = cuts_of(param_shapes(config.model), specs, mesh.shape, config.optimizer.sharding_axes)
     moved: Cuts = jax.tree.map(lambda cut, is_bias: ShardSpec() if is_bias else cut, cuts, score_biases(dims))
     return moved
 

@@ -45,6 +45,11 @@ CONFIG = [
         "model.moe.gate=a b must be softmax, sigmoid, gpt_oss, noisy, xmoe, deepseek_v2, deepseek_v3, hash, random, "
         "batch_prioritised, expert_choice, softmoe or balanced, or package.module:name",
     ),
+    (
+        "no mesh axis to shard over",
+        "optimizer.zero=3 optimizer.zero_axes=[node]",
+        "optimizer.zero_axes=node must be data or expert or context or tensor",
+    ),
     ("a yes for a stage", "optimizer.zero=true", "optimizer.zero=True must be 0 or 1 or 2 or 3"),
     (
         "sums of each part behind all ticks",

@@ -31,6 +31,14 @@ OTHERS = {
     "model.moe.load_balancing_type=sequence",
     "z-loss of a batch in parts": "train.z_loss_multiplier=0.1 train.grad_accumulation=2 mesh.data=2 mesh.expert=2 "
     "model.num_layers=1 model.moe.moe_layer_freq=1",
+    "parameters sharded inside groups of data ranks, in a loop": f"{UNIFIED} schedule.weight_grad=greedy "
+    "schedule.grad_reduce=bucketed optimizer.zero=3 optimizer.zero_axes=[expert] mesh.data=2 mesh.expert=2 "
+    "model.num_layers=4 model.moe.moe_layer_freq=1",
+    "gradients sharded inside groups of ranks, of a batch in parts": "optimizer.zero=2 optimizer.zero_axes=[tensor] "
+    "train.grad_accumulation=2 mesh.data=1 mesh.context=2 mesh.tensor=2 model.num_layers=1 "
+    "model.moe.moe_layer_freq=1",
+    "parameters sharded over data ranks alone": "optimizer.zero=3 optimizer.zero_axes=[data] mesh.data=2 "
+    "mesh.expert=2 schedule.grad_reduce=block model.num_layers=2 model.moe.moe_layer_freq=2",
 }
 
 

@@ -84,9 +84,12 @@ def test_a_compiled_step_scatters_sums_and_gathers_parameters(name, times):
     assert planned["parameters"] == pytest.approx(once)
 
 
+@pytest.mark.parametrize("axes", [None, ("expert",)], ids=["sharded", "hybrid"])
 @pytest.mark.parametrize("schedule", [{}, {**UNIFIED, **CHUNKED}], ids=["plain", "scheduled"])
-def test_sharded_parameters_are_gathered_for_each_pass(schedule):
-    config = with_zero(small_config(2, 4, schedule=schedule, batch_size=16, **LOOPED), 3)
+def test_sharded_parameters_are_gathered_for_each_pass(schedule, axes):
+    """With hybrid sharding all data ranks have the same shards, and only sums of these go between them."""
+    config = small_config(2, 4, schedule=schedule, batch_size=16, **LOOPED)
+    config = dataclasses.replace(config, optimizer=OptimizerConfig(zero=3, zero_axes=axes))
     mesh = mesh_of(config)
     trainer = make_trainer(config, mesh)
     program = parse(trainer.step.lower(trainer.state_shapes, tokens_of(config)).compile().as_text())
@@ -95,6 +98,12 @@ def test_sharded_parameters_are_gathered_for_each_pass(schedule):
     passes = 2 * sum(blocks)  # forward and backward
     wasted = blocks[0] if schedule else 0  # by the lowest iteration of the backward loop
     expected = embedding + passes + wasted + sum(head.values())
-    assert bytes_sent(program, "all-gather", 8) == pytest.approx(expected, rel=0.02)  # routers are too small to cut
+    sent = {kind: bytes_sent(program, kind, 8) for kind in ("reduce-scatter", "all-reduce", "all-gather")}
+    assert sent["all-gather"] == pytest.approx(expected, rel=0.02)  # routers are too small to cut
     planned = traffic(config, find_cluster("cpu-8"))
-    assert bytes_sent(program, "reduce-scatter", 8) == pytest.approx(planned["gradients"])
+    if axes is None:
+        assert sent["reduce-scatter"] == pytest.approx(planned["gradients"])
+        return
+    assert sent["reduce-scatter"] + sent["all-reduce"] == pytest.approx(planned["gradients"], rel=0.05)
+    for leaf in jax.tree.leaves(trainer.state_shapes):
+        assert "data" not in str(leaf.sharding.spec)

@@ -16,7 +16,7 @@ from moe_jax.config.validate.mesh import (
 from moe_jax.config.validate.messages import nearest_multiples
 from moe_jax.config.validate.migration import check_migration
 from moe_jax.config.validate.model import check_model
-from moe_jax.config.validate.optimizer import check_optimizer
+from moe_jax.config.validate.optimizer import check_optimizer, check_sharding_axes
 from moe_jax.config.validate.paths import check_paths, plain_setting
 from moe_jax.config.validate.pipeline import check_pipeline
 from moe_jax.config.validate.plugins import check_parts
@@ -50,6 +50,7 @@ def check_config(config: Sections) -> None:
     check_schedule(config)
     check_exchange(config)
     check_optimizer(config.optimizer, config.train.steps)
+    check_sharding_axes(config.optimizer, config.mesh)
     check_data(config.data)
     check_training(config)
     check_attention_kernel(config)

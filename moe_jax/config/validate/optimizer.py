@@ -6,11 +6,12 @@ import re
 
 from moe_jax.config.ranges import check_number
 from moe_jax.config.registry import OPTIMIZER_FACTS
-from moe_jax.config.sections import OptimizerConfig, ParameterGroup
+from moe_jax.config.sections import MeshConfig, OptimizerConfig, ParameterGroup
 from moe_jax.config.validate.messages import all_of
 from moe_jax.config.validate.ranges import RANGES
 from moe_jax.errors import ConfigError
 
+TOKEN_AXES = ("data", "expert", "context", "tensor")  # along which ranks have tokens of their own
 _LEAST_CYCLE = 2  # steps from one restart to the next: one at the peak and one at the end
 
 
@@ -29,6 +30,7 @@ def check_optimizer(settings: OptimizerConfig, steps: int) -> None:
                 f"set optimizer.name={readers[0]}, or optimizer.{name}={unset}"
             )
     _check_schedule(settings, steps)
+    _check_zero_axes(settings)
     for number, group in enumerate(settings.groups):
         _check_group(f"optimizer.groups[{number}]", group)
 
@@ -47,6 +49,36 @@ def _check_schedule(settings: OptimizerConfig, steps: int) -> None:
         raise ConfigError(
             f"optimizer.restarts={settings.restarts} in the {max(after_warmup, 0)} steps of train.steps={steps} after "
             f"the warm-up leaves less than {_LEAST_CYCLE} steps between two: use optimizer.restarts={most} or less"
+        )
+
+
+def _check_zero_axes(settings: OptimizerConfig) -> None:
+    axes = settings.zero_axes
+    if axes is None:
+        return
+    text = f"optimizer.zero_axes=[{', '.join(axes)}]"
+    if not axes:
+        raise ConfigError(
+            f"{text} shards over nothing: name a mesh axis, or use optimizer.zero_axes=null for all of them"
+        )
+    if twice := next((axis for axis in axes if axes.count(axis) > 1), None):
+        raise ConfigError(f"{text} has {twice} twice: name each axis once")
+    if not settings.zero:
+        raise ConfigError(
+            f"{text} is where optimizer.zero shards, and optimizer.zero=0 shards nothing: use optimizer.zero=1, 2 or "
+            "3, or optimizer.zero_axes=null"
+        )
+
+
+def check_sharding_axes(settings: OptimizerConfig, mesh: MeshConfig) -> None:
+    """Raise ConfigError if the axes over which ZeRO shards have one rank each, though others have more."""
+    axes = settings.zero_axes
+    if axes is None or any(mesh.sizes[axis] != 1 for axis in axes):
+        return
+    if larger := [axis for axis in TOKEN_AXES if mesh.sizes[axis] != 1]:
+        raise ConfigError(
+            f"optimizer.zero_axes=[{', '.join(axes)}] shards over nothing, since this mesh has one rank along "
+            f"{'it' if len(axes) == 1 else 'each'}: use optimizer.zero_axes=[{', '.join(larger)}], or null for all axes"
         )
 
 
