@@ -1,32 +1,32 @@
-"""Does any run crash, or give other losses the next time? python profiling/stress.py [CASES]
+"""Does any run crash, or give other losses the next time? python profiling/stress.py [CASES] [--resume]
 
 Trains every committed config, narrowed, for 30 steps by the real command, with policies, exchanges and meshes of
 simulated devices such that every pair of these settings occurs. Each case runs three times, the second time with six
 runs on two cores at once. Programs are compiled the first time. Losses of all steps must be equal, bit for bit. CASES:
-run only this number, spread over all. Writes results/stress.json; exit code 1 if a run failed or differed. Takes an
-hour or more on two cores.
+run only this number, spread over all. Writes results/stress.json after every few cases, each with the commit that it
+ran at; --resume leaves out cases that the file has. Exit code 1 if a run failed or differed. Takes an hour or two.
 """
 
 import functools
+import json
 import math
 import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from count_argument import count_argument
-from results_file import write_result
+from count_argument import check_least
+from results_file import RESULTS
 
 from moe_jax.config import Config
 from moe_jax.config.yaml_io import load_config
 from moe_jax.distributed.heartbeat import PROGRAMS
-from moe_jax.errors import EXIT_BAD_INPUT, run_command
+from moe_jax.errors import EXIT_BAD_INPUT, CommandParser, run_command
+from moe_jax.measure.provenance import origin, provenance
 from moe_jax.telemetry.run_log import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,6 +36,7 @@ from tests.pairwise import covering  # noqa: E402
 STEPS, LIMIT_S = 30, 600
 AT_ONCE = (2, 6, 2)  # concurrent runs, the first, the second and the third time
 GROUP = 12  # cases with programs stored at a time
+RESULT = RESULTS / "stress.json"
 TEXT = "configs/text/shakespeare.txt"
 CONFIGS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "configs").rglob("*.yaml"))
 POLICIES = [
@@ -68,43 +69,57 @@ class Found:
     losses: list[list[float]] = field(default_factory=list)  # of each run that succeeded
 
     @property
-    def runs(self) -> int:
-        return len(self.losses) + len(self.failures)
-
-    @property
     def is_same(self) -> bool:
         """Whether all runs that succeeded have the same losses, of all steps."""
         return all(each == self.losses[0] and len(each) == STEPS for each in self.losses)
 
+    def as_record(self) -> dict[str, Any]:
+        """Return what the results file says of the case."""
+        different = [] if self.is_same else ["losses differ"]
+        return {
+            "settings": " ".join(self.settings),
+            "runs": len(self.losses) + len(self.failures),
+            "wrong": self.failures + different,
+            **({"refused": self.refused} if self.refused else {}),
+            "commit": origin()["commit"],
+        }
+
 
 def main() -> None:
-    """Run all cases and write the result."""
+    """Run all cases and write the results."""
     cases = covering({"config": CONFIGS, "policy": POLICIES, "place": PLACES}, refuses=lambda pair: False)
-    wanted = count_argument("CASES", len(cases), __doc__)
-    cases = cases[:: max(1, len(cases) // wanted)][:wanted]
-    began, all_found = time.monotonic(), []
-    for first in range(0, len(cases), GROUP):
-        all_found += _try(cases[first : first + GROUP])
-        print(f"{len(all_found)}/{len(cases)} cases, {(time.monotonic() - began) / 60:.0f} min", flush=True)
-    ran = [found for found in all_found if not found.refused]
-    wrong = [
-        {"settings": found.settings, "failures": found.failures, "is_same": found.is_same}
-        for found in ran
-        if found.failures or not found.is_same
-    ]
-    values: dict[str, Any] = {
+    parser = CommandParser(prog="python profiling/stress.py", description=__doc__)
+    parser.add_argument("cases", metavar="CASES", nargs="?", type=int, default=len(cases), help="default: %(default)s")
+    parser.add_argument("--resume", action="store_true", help="leave out cases that results/stress.json has")
+    given = parser.parse_args()
+    check_least(given, cases=1)
+    cases = cases[:: max(1, len(cases) // given.cases)][: given.cases]
+    records: list[dict[str, Any]] = json.loads(RESULT.read_text())["found"] if given.resume and RESULT.exists() else []
+    done = {record["settings"] for record in records}
+    left = [case for case in cases if " ".join(_settings(case)) not in done]
+    for first in range(0, len(left), GROUP):
+        records += [found.as_record() for found in _try(left[first : first + GROUP])]
+        _write(records)
+    if wrong := sum(bool(record["wrong"]) for record in records):
+        sys.exit(f"{wrong} cases went wrong")
+
+
+def _write(records: list[dict[str, Any]]) -> None:
+    ran = [record for record in records if "refused" not in record]
+    values = {
         "cases": len(ran),
-        "runs": sum(found.runs for found in ran),
+        "runs": sum(record["runs"] for record in ran),
         "steps_of_a_run": STEPS,
-        "failed_runs": sum(len(found.failures) for found in ran),
-        "cases_with_other_losses": sum(not found.is_same for found in ran),
-        "refused": dict(Counter(found.refused for found in all_found if found.refused)),
-        "wrong": wrong,
-        "minutes": round((time.monotonic() - began) / 60),
+        "wrong": sum(bool(record["wrong"]) for record in ran),
+        "refused": len(records) - len(ran),
     }
-    write_result("stress", values, quick=wanted < 150)
-    if wrong:
-        sys.exit(f"{len(wrong)} cases went wrong")
+    print(values, flush=True)
+    RESULT.write_text(json.dumps(values | {"found": records, "provenance": provenance()}, indent=2) + "\n")
+
+
+def _settings(case: dict[str, str]) -> list[str]:
+    """Return a case as arguments: a config and settings."""
+    return [case["config"], *(" ".join(value for name, value in case.items() if name != "config").split())]
 
 
 def narrowed(config: Config) -> list[str]:
@@ -123,6 +138,7 @@ def narrowed(config: Config) -> list[str]:
         else None,
         "model.head_dim": 8 if model.head_dim else None,
         "data.path": TEXT,
+        "data.mask_documents": False,
         "data.seq_len": 16,
         "train.batch_size": 32,
         "train.compute_dtype": "float32",
@@ -148,17 +164,16 @@ def narrowed(config: Config) -> list[str]:
             "model.moe.intermediate_size": 24,
         }
         settings |= {"model.moe.n_group": 4, "model.moe.topk_group": 2} if moe.n_group > 1 else {}
-    return [f"{name}={'null' if value is None else value}" for name, value in settings.items()]
+    return [
+        f"{name}={json.dumps(value) if value is None or isinstance(value, bool) else value}"
+        for name, value in settings.items()
+    ]
 
 
 def _try(cases: list[dict[str, str]]) -> list[Found]:
     """Run each of these cases three times."""
     with tempfile.TemporaryDirectory() as folder:
-        all_found = [
-            Found([case["config"], *(" ".join(value for name, value in case.items() if name != "config").split())], own)
-            for number, case in enumerate(cases)
-            for own in [f"{folder}/{number}"]
-        ]
+        all_found = [Found(_settings(case), f"{folder}/{number}") for number, case in enumerate(cases)]
         for number, at_once in enumerate(AT_ONCE):
             with ThreadPoolExecutor(at_once) as pool:
                 list(pool.map(functools.partial(_again, number), all_found))

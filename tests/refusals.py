@@ -329,7 +329,7 @@ REFUSED = {
     ),
     "mesh.tensor=2 exchange.algorithm=ragged schedule.policy=unified": (
         "exchange.algorithm=ragged knows no tensor ranks, and mesh.tensor=2: "
-        "use exchange.algorithm=flat, or mesh.tensor=1"
+        "use exchange.algorithm=flat, mesh.experts_over_tensor=true, or mesh.tensor=1"
     ),
     "mesh.expert=-1": (
         "mesh.data and mesh.expert are both -1, and only one axis can take the remaining devices: set mesh.data=1"
@@ -349,6 +349,22 @@ REFUSED = {
     "model.moe.num_experts=6 mesh.expert=3 mesh.context=4 mesh.experts_over_context=true": (
         "model.moe.num_experts=6 is not divisible by mesh.context=4 × mesh.expert=3: "
         "use 12 experts, or mesh.experts_over_context=false"
+    ),
+    "mesh.experts_over_tensor=true": (
+        "mesh.experts_over_tensor=true cuts experts over tensor ranks, and mesh.tensor=1: "
+        "use mesh.tensor=2 or more, or mesh.experts_over_tensor=false"
+    ),
+    "model.moe.num_experts=0 mesh.tensor=2 mesh.experts_over_tensor=true": (
+        "mesh.experts_over_tensor=true has no experts to cut (model.moe.num_experts=0): "
+        "set mesh.experts_over_tensor=false"
+    ),
+    "model.moe.num_experts=6 mesh.expert=2 mesh.tensor=2 mesh.experts_over_tensor=true": (
+        "model.moe.num_experts=6 is not divisible by mesh.expert=2 × mesh.tensor=2: "
+        "use 4 or 8 experts, or mesh.expert=1 or 3"
+    ),
+    "mesh.tensor=2 mesh.experts_over_tensor=true exchange.tensor_form=o2": (
+        "exchange.tensor_form=o2 is how tensor ranks share each expert, and with mesh.experts_over_tensor=true "
+        "they share none: use exchange.tensor_form=o1"
     ),
     "mesh.experts_over_context=true": (
         "mesh.experts_over_context=true cuts experts over context ranks, and mesh.context=1: "

@@ -317,6 +317,8 @@ class MeshConfig:
     tensor: int = number(1, ALONG_AXIS)
     context: int = number(1, ALONG_AXIS)
     experts_over_context: bool = False  # shard experts over the context ranks, too, see docs/context.md
+    # shard experts over the tensor ranks, too, so that each is whole on its rank, see docs/exchange.md
+    experts_over_tensor: bool = False
     # simulate this many devices on the CPU; null: use the available devices
     cpu_devices: int | None = number(None, SIMULATED)
 
@@ -334,11 +336,16 @@ class MeshConfig:
     @property
     def expert_axes(self) -> tuple[str, ...]:
         """The axes that shard experts, together."""
-        return ("context", "expert") if self.experts_over_context else ("expert",)
+        outer = ("context",) if self.experts_over_context else ()
+        return (*outer, "expert", *(("tensor",) if self.experts_over_tensor else ()))
 
     def expert_ranks(self, sizes: Mapping[str, int]) -> int:
         """Return the number of ranks that experts are sharded over, on a mesh of these sizes."""
         return math.prod(sizes[axis] for axis in self.expert_axes)
+
+    def expert_tensor_ranks(self, sizes: Mapping[str, int]) -> int:
+        """Return the number of tensor ranks that share each expert, on a mesh of these sizes."""
+        return 1 if self.experts_over_tensor else sizes["tensor"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,9 +30,8 @@ from moe_jax.models.hooks import hooks_of
 from moe_jax.models.hooks.protocol import Hooks, WireCodec
 from moe_jax.parallel.all_to_all import UnderWay, ragged
 from moe_jax.parallel.all_to_all.ring import shift
-from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.ranks import Ranks
-from moe_jax.parallel.tensor_dispatch import O1_FROM_EXPERTS, O1_TO_EXPERTS, DispatchRoute, Send, Unchunked
+from moe_jax.parallel.tensor_dispatch import DispatchRoute, Send, Unchunked
 
 Phase = Literal["dispatch", "combine"]
 Tie = Callable[[jax.Array], jax.Array]  # returns its argument, to be used only after something else exists
@@ -95,7 +94,7 @@ class TokenExchange(NamedTuple):
         exchange, ranks, codec = self.route.exchange, self.route.ranks, self.codec
         transfer = self.route.transfer(to_experts=self.to_experts)
         post_comm: Send = _identity
-        if jax.lax.axis_size(Axis.TENSOR) == 1:
+        if not self.route.shares_experts:
             under_way = exchange.start(tie(codec.encode(rows)), ranks)
         elif exchange.only_starts and isinstance(transfer, Unchunked):
             under_way = exchange.start(codec.encode(transfer.pre_comm(tie(rows))), ranks)
@@ -161,7 +160,7 @@ def dispatch_compute_combine(
         received.append(dispatch.hop(block, distance))
     returned: jax.Array | None = None
     for distance, block in enumerate(received):
-        out = O1_FROM_EXPERTS.pre_comm(experts(jax.tree.map(O1_TO_EXPERTS.post_comm, block)))
+        out = route.computed(experts(jax.tree.map(route.received, block)))
         back = combine.hop(ExpertRows(out), -distance).rows
         if returned is None:
             returned = jax.lax.empty((ep_size, *back.shape[1:]), back.dtype)

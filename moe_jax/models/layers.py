@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moe_jax.parallel.tensor_axis import share_of_sum
-
 _CLIP, _SLOPE = 7.0, 1.702  # the constants of gpt-oss
 
 
@@ -62,7 +60,7 @@ def mlp(params: Mapping[str, jax.Array], x: jax.Array, product: Product = ONE) -
         y, bias = product.multiply(x, params[name], *product.groups), params.get(f"{name}_bias")
         if bias is None:
             return y
-        return y + product.of_rows(share_of_sum(bias) if name == "down" else bias, *product.groups).astype(y.dtype)
+        return y + product.of_rows(bias, *product.groups).astype(y.dtype)
 
     up = linear(x, "up")
     if "gate" in params:

@@ -23,6 +23,7 @@ from moe_jax.models.grouped_products import GroupedProduct
 from moe_jax.models.hooks import hooks_of
 from moe_jax.models.placement import in_slots
 from moe_jax.parallel.sequence_shards import sum_over_sequences
+from moe_jax.parallel.tensor_axis import share_of_sum
 from moe_jax.parallel.trees import Params
 
 
@@ -111,8 +112,15 @@ def shared_experts(params: Params) -> list[Params]:
 
 
 @jax.named_scope("experts")
-def run_experts(params: Params, received: ExpertRows, moe: MoEConfig, product: GroupedProduct) -> jax.Array:
-    """Apply this rank's experts to the rows that they were sent."""
+def run_experts(
+    params: Params, received: ExpertRows, moe: MoEConfig, product: GroupedProduct, are_whole: bool = False
+) -> jax.Array:
+    """Apply this rank's experts to the rows that they were sent.
+
+    Unless they `are_whole`, tensor ranks share each one, and the result is this rank's part of a sum over them.
+    """
+    if "down_bias" in params and not are_whole:
+        params = {**params, "down_bias": share_of_sum(params["down_bias"])}
     return dispatcher_of(moe).experts(params, received, moe, product)
 
 

@@ -74,6 +74,11 @@ class ComputeConfig:
         return DispatchRoute(self.exchange, ranks, self.tensor_form, self.tensor_chunks)
 
     @property
+    def experts_are_whole(self) -> bool:
+        """Whether experts are sharded over tensor ranks, instead of each expert's hidden width."""
+        return self.tensor_form == "whole"
+
+    @property
     def product(self) -> GroupedProduct:
         """The product of rows in groups of any size."""
         product = product_of(self.grouped_product, GROUPED_PRODUCTS[self.platform])
@@ -99,7 +104,8 @@ class ComputeConfig:
             dims = map(mesh.axis_names.index, config.mesh.expert_axes)
             per_node = ranks_per_node(mesh.devices, *dims, hosts=hosts())
         check_node_split(per_node, config.mesh, mesh.shape)
-        exchange = exchange_of(config, platform, mesh.shape[Axis.TENSOR])
+        shared_by = config.mesh.expert_tensor_ranks(mesh.shape)
+        exchange = exchange_of(config, platform, shared_by)
         if exchange in BY_NODE and per_node in (1, size):  # nothing to gain
             exchange = "flat"
         if config.exchange.is_elsewhere and config.model.moe.num_experts:
@@ -113,20 +119,29 @@ class ComputeConfig:
             exchange=exchange,
             ranks_per_node=per_node,
             rank_capacity_factor=config.exchange.rank_capacity_factor,
-            # with one tensor rank all forms are the same
-            tensor_form=config.exchange.tensor_form if mesh.shape[Axis.TENSOR] > 1 else "o1",
+            tensor_form=_tensor_form(config, mesh.shape[Axis.TENSOR]),
             tensor_chunks=config.exchange.tensor_chunks,
             attention=AttentionImpl(kernel_of(config, platform, capability), config.exchange.context_form),
             expert_axis=expert_axis(config.mesh),
             seed=config.train.seed,
             loss_chunk=config.train.loss_chunk,
-            grouped_product=product_name(config, platform, mesh.shape[Axis.TENSOR], capability),
+            grouped_product=product_name(config, platform, shared_by, capability),
             balanced_fill=balanced_fill(config.model.moe, config.exchange.rank_capacity_factor, size),
         )
 
 
+def _tensor_form(config: Config, tensor_ranks: int) -> str:
+    """Return the form over tensor ranks. With one of them all forms are the same."""
+    if tensor_ranks == 1:
+        return "o1"
+    return "whole" if config.mesh.experts_over_tensor else config.exchange.tensor_form
+
+
 def exchange_of(config: Config, platform: str, tensor_ranks: int) -> str:
-    """Return the algorithm that `exchange.algorithm` stands for, also with `auto`. Raises ConfigError."""
+    """Return the algorithm that `exchange.algorithm` stands for, also with `auto`. Raises ConfigError.
+
+    `tensor_ranks` share each expert.
+    """
     for name, table in (("algorithm", EXCHANGE_FACTS), ("reduction", REDUCTION_FACTS)):
         value = getattr(config.exchange, name)
         if table.of(value).in_background and platform != "cpu":
@@ -228,7 +243,13 @@ def block(
     capacity = capacity._replace(buffer=buffer_of(model.moe, compute.rank_capacity_factor, length, compute.ep_size()))
     context = context._replace(capacity=capacity)
     routed = attend_and_route(params, x_BND, model, view, compute, context, document_BL=document_BL)
-    experts = partial(run_experts, params["moe"]["experts"], moe=model.moe, product=compute.product)
+    experts = partial(
+        run_experts,
+        params["moe"]["experts"],
+        moe=model.moe,
+        product=compute.product,
+        are_whole=compute.experts_are_whole,
+    )
     returned = dispatch_compute_combine(routed.sent, experts, compute.route, model.moe)
     return rejoin(routed.x_BND, returned, routed.metadata, model), routed.stats
 

@@ -35,6 +35,8 @@ def partition(dims: Dims, experts: Axes = Axis.EXPERT) -> PartitionSpec:
     Raises ValueError if two dimensions use the same axis.
     """
     table = AXES_OF_DIM | {"experts": experts if isinstance(experts, tuple) else (experts,)}
+    if "experts" in dims and Axis.TENSOR in table["experts"]:
+        table |= {"hidden": ()}  # each expert is whole on its rank
     axes = [table[dim] for dim in dims]
     used = [axis for group in axes for axis in group]
     if len(used) != len(set(used)):

@@ -10,6 +10,7 @@ forms return the same bits.
     o1           send, gather    sum, send      the own rows
     o2           as o1 in chunks: the second transfer of one runs concurrently with the first of the next
     o3           as o2, and each chunk is copied to its place while later ones travel
+    whole        send            send           the own rows: experts are sharded over tensor ranks, each is whole
 
 On one tensor rank nothing is gathered or summed.
 """
@@ -84,7 +85,22 @@ class DispatchRoute(NamedTuple):
     @property
     def goes_by_hops(self) -> bool:
         """Whether blocks travel one by one, so that experts can process one while the next travels."""
-        return self.algorithm == "ring" and self.form == "o1"
+        return self.algorithm == "ring" and self.form in ("o1", "whole")
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether tensor ranks share each expert, so that they gather its rows and sum its outputs. Runs inside
+        `shard_map`.
+        """
+        return self.form != "whole" and jax.lax.axis_size(Axis.TENSOR) > 1
+
+    def received(self, x: Shaped[Array, "P ..."]) -> Shaped[Array, "tP ..."]:
+        """Return the rows of a block that has arrived, as the experts need them."""
+        return _gather(x) if self.shares_experts else x
+
+    def computed(self, x: Float[Array, "tP ..."]) -> Float[Array, "P ..."]:
+        """Return the outputs of the experts for a block, as they are sent back."""
+        return _sum(x) if self.shares_experts else x
 
     def transfer(self, *, to_experts: bool) -> Transfer:
         """Return the transfer to the experts, or the one from them."""
@@ -224,10 +240,10 @@ def _chunked(collect: Callable[[jax.Array], _ChunkCollector]) -> Form:
     return Form(to_experts, from_experts)
 
 
-O1_TO_EXPERTS, O1_FROM_EXPERTS = Unchunked(_identity, _gather), Unchunked(_sum, _identity)
 FORMS = {
     "replicated": Form(Unchunked(_gather_by_target, _by_source), Unchunked(_by_target, _sum_by_target)),
-    "o1": Form(O1_TO_EXPERTS, O1_FROM_EXPERTS),
+    "o1": Form(Unchunked(_identity, _gather), Unchunked(_sum, _identity)),
     "o2": _chunked(_Concatenated),
     "o3": _chunked(_Filled),
+    "whole": Form(Unchunked(_identity, _identity), Unchunked(_identity, _identity)),
 }

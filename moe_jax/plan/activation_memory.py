@@ -75,6 +75,7 @@ class DeviceSizes:
     heads: float
     kv_heads: float
     tensor: int
+    expert_tensor: int  # tensor ranks that share each expert
     rows: RowCounts
 
     @property
@@ -106,6 +107,7 @@ def sizes_of(config: Config, platform: str, mesh: Mapping[str, int]) -> DeviceSi
         heads=model.num_attention_heads / tensor,
         kv_heads=model.kv_heads / tensor,
         tensor=tensor,
+        expert_tensor=config.mesh.expert_tensor_ranks(mesh),
         rows=_rows(config, platform, mesh, parts, int(sequences * length / tensor)),
     )
 
@@ -136,35 +138,35 @@ def longest_loop(config: Config) -> int:
 
 def _rows(config: Config, platform: str, mesh: Mapping[str, int], parts: int, tokens: int) -> RowCounts:
     """Rows of a device that has `tokens` tokens of its own."""
-    moe, ranks, tensor = config.model.moe, config.mesh.expert_ranks(mesh), mesh["tensor"]
+    moe, ranks, shared_by = config.model.moe, config.mesh.expert_ranks(mesh), config.mesh.expert_tensor_ranks(mesh)
     if not moe.num_experts:
         return RowCounts(sent=0, computed=0)
     local_experts, part = moe.num_experts // ranks, tokens // parts
     if moe.gate_facts.mixes:
         sent = moe.num_experts * moe.slots_per_expert
-        return RowCounts(sent=sent, computed=tensor * sent)
+        return RowCounts(sent=sent, computed=shared_by * sent)
     if moe.capacity_factor is None:
-        own = config.data.seq_len // (tensor * mesh["context"])
+        own = config.data.seq_len // (mesh["tensor"] * mesh["context"])
         width = own * min(moe.top_k, local_experts)
         if config.exchange.rank_capacity_factor is not None:
             width = min(width, math.ceil(_exact(config.exchange.rank_capacity_factor) * own * moe.top_k / ranks))
-        received = tensor * ranks * width * (part // own)
+        received = shared_by * ranks * width * (part // own)
         least, most = _tile_range(config.train.grouped_product, platform)
         tile = min(max(1 << (max(received // local_experts, 1).bit_length() - 1), least), most)
         padded = -(-(received + local_experts * (tile - 1)) // tile) * tile
-        return RowCounts(sent=parts * received / tensor, computed=parts * padded)
+        return RowCounts(sent=parts * received / shared_by, computed=parts * padded)
     slots = min(tokens, math.ceil(_exact(moe.capacity_factor) * moe.top_k * tokens / moe.num_experts))
     ragged = config.exchange.facts.ragged or (
         config.exchange.algorithm == OPEN_EXCHANGE
         and config.schedule.policy_facts.sends_ragged
         and platform != "cpu"
         and parts > 1
-        and tensor == 1
+        and shared_by == 1
         and not moe.has_hooks
     )
     if not (ragged and moe.sends_capacity_rows):
         sent = parts * moe.num_experts * min(slots, part)
-        return RowCounts(sent=sent, computed=tensor * sent)
+        return RowCounts(sent=sent, computed=shared_by * sent)
     most = ranks * min(slots, part)
     lane = min(-(-slots * ranks // (parts * _LANE_TILE)) * _LANE_TILE, most)
     return RowCounts(
@@ -248,7 +250,7 @@ def stored_bytes(sizes: DeviceSizes, model: ModelConfig, kind: str, mode: Mode, 
     # received and returned rows, and their destinations
     total += item * model.hidden_size * (rows.computed + rows.sent) + 4 * rows.sent
     of_hidden = {"all": activation_values, "fused": _FUSED_HIDDEN, "least": matrices}.get(mode, 0)
-    total += of_hidden * rows.computed * moe.intermediate_size / sizes.tensor * item
+    total += of_hidden * rows.computed * moe.intermediate_size / sizes.expert_tensor * item
     logits = 4 * own * moe.num_experts * moe.slots_per_expert
     least = logits + 16 * choices
     total += {"all": 2 * logits + stream_32 + 16 * choices, "fused": least, "least": least, "dots": logits}.get(mode, 0)
@@ -309,7 +311,7 @@ def deferred_bytes(sizes: DeviceSizes, model: ModelConfig, kind: str, mode: Mode
     """
     moe, counts, computed = model.moe, _DEFERRED[mode], sizes.rows.computed if kind == "moe" else 0
     mlps = _mlps(model, kind)
-    hidden = (sizes.tokens * sum(mlps) + computed * moe.intermediate_size) / sizes.tensor
+    hidden = sizes.tokens * sum(mlps) / sizes.tensor + computed * moe.intermediate_size / sizes.expert_tensor
     rows = model.hidden_size * (sizes.own_tokens * len(mlps) + computed)
     pairs = 0 if sizes.tile else sizes.pairs
     numbers = counts.queries * sizes.tokens * sizes.heads * model.qk_width + counts.hidden * hidden + counts.rows * rows

@@ -6,7 +6,7 @@ Only settings that a draft leaves open are chosen; the others are as the draft h
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -254,10 +254,10 @@ def _parts(sequences: int, stages: int) -> list[int]:
     return [parts for parts in enough if parts % stages == 0] or enough
 
 
-def mesh_text(sizes: Mapping[str, int], experts_over_context: bool = False) -> str:
-    """The axes that have several ranks, e.g. `data=4 expert=8`."""
-    text = " ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "one device"
-    return f"{text} experts_over_context" if experts_over_context else text
+def mesh_text(sizes: Mapping[str, int], expert_axes: Collection[str] = ()) -> str:
+    """The axes that have several ranks, e.g. `data=4 expert=8`, and those that shard experts, too."""
+    axes = [f"{name}={size}" for name, size in sizes.items() if size > 1] or ["one device"]
+    return " ".join([*axes, *(f"experts_over_{axis}" for axis in expert_axes if axis != "expert")])
 
 
 def divisors(number: int) -> list[int]:

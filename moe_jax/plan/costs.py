@@ -66,10 +66,11 @@ def order_times(
 ) -> TaskTimes:
     """The task times that training orders a step's tasks by, on a mesh of these sizes. See `task_times`."""
     sequences = config.train.batch_size // (config.train.grad_accumulation * mesh["data"] * mesh["expert"])
-    expert, tensor, context = config.mesh.expert_ranks(mesh), mesh["tensor"], mesh["context"]
-    rates = rates_of(config, platform, expert, tensor, mesh["data"] * context * mesh["expert"] * tensor)
+    expert, shared_by = config.mesh.expert_ranks(mesh), config.mesh.expert_tensor_ranks(mesh)
+    tensor, context = mesh["tensor"], mesh["context"]
+    rates = rates_of(config, platform, expert, shared_by, mesh["data"] * context * mesh["expert"] * tensor)
     tokens = sequences * config.data.seq_len // (tensor * context)
-    return task_times(config, platform, tokens, expert, tensor, reduction_bytes, rates, measured, gather_bytes)
+    return task_times(config, platform, tokens, expert, shared_by, reduction_bytes, rates, measured, gather_bytes)
 
 
 def task_times(
@@ -87,8 +88,8 @@ def task_times(
 
     `reduction_bytes` leave a device for each bucket of each owner of gradients, `gather_bytes` for each gather of its
     parameters. `measured` ops replace estimates.
-    Tensor ranks gather exchanged rows. Communication of tensor ranks in attention and MLPs, and of context ranks, is
-    not counted.
+    `tensor_ranks` share each expert, and gather exchanged rows. Communication of tensor ranks in attention and MLPs,
+    and of context ranks, is not counted.
     """
     matmul = Linear(0.0, 1 / rates.flops_per_s)
     estimated = {op: _compute(matmul, work) for op, work in work_of(config, tokens, platform).items()}

@@ -62,5 +62,5 @@ def gradient_memory(config: Config, platform: str, mesh: Mapping[str, int], coun
 
 def _expert_matrices(config: Config, mesh: Mapping[str, int]) -> float:
     """Parameters of a device in one matrix of all experts, stacked over blocks."""
-    ranks, matrices = config.mesh.expert_ranks(mesh) * mesh["tensor"], 3 if config.model.is_gated else 2
-    return count_parameters(config.model).expert / (ranks * matrices)
+    ranks = config.mesh.expert_ranks(mesh) * config.mesh.expert_tensor_ranks(mesh)
+    return count_parameters(config.model).expert / (ranks * (3 if config.model.is_gated else 2))

@@ -64,6 +64,7 @@ class _Layout(NamedTuple):
 
     expert_axes: tuple[str, ...]
     expert_ranks: int
+    expert_tensor: int  # tensor ranks that share each expert
     num_experts: int
     slots: int  # of all ranks, for the experts of a block and their copies
     sizes: tuple[tuple[str, int], ...]  # of the mesh's axes
@@ -75,6 +76,7 @@ class _Layout(NamedTuple):
         return _Layout(
             expert_axes=config.mesh.expert_axes,
             expert_ranks=config.mesh.expert_ranks(mesh),
+            expert_tensor=config.mesh.expert_tensor_ranks(mesh),
             num_experts=config.model.moe.num_experts,
             slots=config.expert_slots(mesh),
             sizes=tuple(mesh.items()),
@@ -104,7 +106,8 @@ def _params_by_group(owned: Owned, layout: _Layout) -> Counter[DeviceGroup]:
     of_group: Counter[DeviceGroup] = Counter()  # if an axis has one rank, several groups are equal
     of_group[everyone] += owned.whole
     of_group[tensor_apart] += owned.heads_and_hidden // tensor
-    of_group[copies] += (owned.expert // (expert * tensor) + owned.expert_whole // expert) * layout.slots // experts
+    of_rank = owned.expert // (expert * layout.expert_tensor) + owned.expert_whole // expert
+    of_group[copies] += of_rank * layout.slots // experts
     return of_group
 
 

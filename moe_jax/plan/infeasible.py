@@ -23,7 +23,7 @@ _SHORTER = (2, 4, 8)  # divisors for the sequence length
 
 def too_large(search: PlanSearch, base: Config) -> Refused | None:
     """The memory that a mesh needs, and its largest item, if the model does not fit on it in any way; else None."""
-    limit, mesh = search.cluster.device.memory_bytes, mesh_text(base.mesh.sizes, base.mesh.experts_over_context)
+    limit, mesh = search.cluster.device.memory_bytes, mesh_text(base.mesh.sizes, base.mesh.expert_axes)
     if limit is None:
         return None
     # if that is open, and allowed

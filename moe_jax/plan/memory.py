@@ -42,7 +42,7 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
     if config.step_facts.has_ticks:
         return pipelined_memory(config, platform, mesh)
     model, sizes, facts = config.model, sizes_of(config, platform, mesh), config.step_facts
-    count = parameters_per_device(model, config.mesh.expert_ranks(mesh), mesh["tensor"], config.replicas)
+    count = parameters_per_device(config, mesh)
     matrix = model.vocab_size * model.hidden_size
     mode = mode_of(config, platform)
     compiler, in_products = COMPILERS[platform], in_blocks(config, mesh)
@@ -90,7 +90,7 @@ def parameter_bytes(config: Config) -> int:
         return int(4 * own_parameters(owned, config, mesh))
     if has_ticks:
         return 4 * stage_parameters_of(config).on_device(config, mesh)
-    return 4 * parameters_per_device(config.model, config.mesh.expert_ranks(mesh), mesh["tensor"], config.replicas)
+    return 4 * parameters_per_device(config, mesh)
 
 
 def least_bytes(config: Config, platform: str) -> float:

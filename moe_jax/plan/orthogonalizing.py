@@ -75,8 +75,9 @@ def _stacks(config: Config, mesh: Mapping[str, int]) -> Iterator[tuple[Matrices,
         return
     model, stages, shards = config.model, Stages.of(config), parts_by_owner(config, mesh)
     experts = config.expert_slots(mesh) / config.mesh.expert_ranks(mesh)
+    shared_by = {"whole": 1, "heads_and_hidden": mesh["tensor"], "expert": config.mesh.expert_tensor_ranks(mesh)}
     for kind in dict.fromkeys(model.block_kinds):
         blocks = -(-model.block_kinds.count(kind) // stages.stages)
         for each, arrays in hidden_matrices(model, kind).items():
-            ranks = shards[each.owner] * (1 if each.owner == "whole" else mesh["tensor"])
+            ranks = shards[each.owner] * shared_by[each.owner]
             yield each, arrays, blocks * (experts if each.owner == "expert" else 1) / ranks

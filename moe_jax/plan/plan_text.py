@@ -190,7 +190,7 @@ def _schedule(candidate: Candidate) -> str:
 def _exchange(candidate: Candidate) -> str:
     settings, mesh = candidate.config.exchange, candidate.config.mesh
     words = [candidate.estimate.algorithm if mesh.expert_ranks(mesh.sizes) > 1 else "none"]
-    if mesh.tensor > 1:
+    if mesh.expert_tensor_ranks(mesh.sizes) > 1:
         words.append(
             settings.tensor_form + (f" in {settings.tensor_chunks}" if settings.tensor_form in ("o2", "o3") else "")
         )

@@ -60,23 +60,26 @@ def block_products(config: Config, tokens: float, tensor: int, expert_ranks: int
     model, moe, rows = config.model, config.model.moe, tokens * tensor
     kind: Kind = config.train.compute_dtype
 
-    def mlp(width: float, rows: float, groups: float = 1.0, kind: Kind = kind) -> Iterator[Product]:
+    def mlp(
+        width: float, rows: float, groups: float = 1.0, kind: Kind = kind, shared_by: int = tensor
+    ) -> Iterator[Product]:
         if width and groups:
             inputs = 2 if model.is_gated else 1
-            yield Product(rows, model.hidden_size, inputs * width / tensor, groups, kind)
-            yield Product(rows, width / tensor, model.hidden_size, groups, kind)
+            yield Product(rows, model.hidden_size, inputs * width / shared_by, groups, kind)
+            yield Product(rows, width / shared_by, model.hidden_size, groups, kind)
 
     attention = tuple(_attention(model, tokens, tensor, kind))
     shared = mlp(moe.intermediate_size * moe.num_shared_experts + model.intermediate_size * moe.dense_residual, rows)
     gate = Product(tokens, model.hidden_size, gate_matrices(model) / model.hidden_size, kind="exact")
     local = moe.num_experts / expert_ranks
-    of_expert = busiest_rows(config, tokens) * tensor / local if local else 0.0
+    shared_by = 1 if config.mesh.experts_over_tensor else tensor
+    of_expert = busiest_rows(config, tokens) * shared_by / local if local else 0.0
     expert_kind: Kind = "fp8" if moe.expert_matmuls == "fp8" else kind
     return {
         "embed": (),
         "attend": (*attention, *shared, *([gate] if gate.columns else [])),
         "dense": (*attention, *mlp(model.intermediate_size, rows)),
-        "expert": tuple(mlp(moe.intermediate_size, of_expert, local, expert_kind)),
+        "expert": tuple(mlp(moe.intermediate_size, of_expert, local, expert_kind, shared_by)),
         "head": (Product(tokens, model.hidden_size, model.vocab_size, kind=kind),),
     }
 

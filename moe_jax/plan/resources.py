@@ -2,10 +2,11 @@
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moe_jax.config import ModelConfig
+from moe_jax.config import Config, ModelConfig
 from moe_jax.config.facts import SCORE_BIAS
 from moe_jax.config.gates import gate_parameters
 
@@ -191,10 +192,11 @@ def _mean_visible(window: int | None, seq_len: int) -> float:
     return width - width**2 / (2 * seq_len)
 
 
-def parameters_per_device(model: ModelConfig, expert_ranks: int, tensor_ranks: int, replicas: int = 0) -> int:
-    """Parameters of one device, with experts sharded over `expert_ranks`, each with slots for this many replicas."""
-    counts = count_parameters(model)
+def parameters_per_device(config: Config, mesh: Mapping[str, int]) -> int:
+    """Parameters of one device of a mesh of these sizes without pipeline stages, with its copies of experts."""
+    counts = count_parameters(config.model)
     whole = counts.total - counts.expert - counts.heads_and_hidden
-    experts = counts.expert_whole + (counts.expert - counts.expert_whole) // tensor_ranks
-    local = experts // expert_ranks + replicas * (experts // max(model.moe.num_experts, 1))
-    return whole + counts.heads_and_hidden // tensor_ranks + local
+    experts = counts.expert_whole + (counts.expert - counts.expert_whole) // config.mesh.expert_tensor_ranks(mesh)
+    of_expert = experts // max(config.model.moe.num_experts, 1)
+    local = experts // config.mesh.expert_ranks(mesh) + config.replicas * of_expert
+    return whole + counts.heads_and_hidden // mesh["tensor"] + local

@@ -54,7 +54,7 @@ class Candidate:
 
     @property
     def mesh(self) -> str:
-        return mesh_text(self.config.mesh.sizes, self.config.mesh.experts_over_context)
+        return mesh_text(self.config.mesh.sizes, self.config.mesh.expert_axes)
 
     @property
     def bottleneck(self) -> str:
@@ -173,7 +173,7 @@ class PlanSearch:
             best = self._best_of(saved, ({"schedule": each} for each in schedules()))
         if best.config.schedule.grad_reduce == "bucketed":
             best = self._best_of(best, ({"schedule": {"bucket_cap_mb": chunk}} for chunk in CHUNKS_MB))
-        if best.config.mesh.tensor > 1:
+        if best.config.mesh.expert_tensor_ranks(best.config.mesh.sizes) > 1:
             best = self._best_of(best, ({"exchange": form} for form in tensor_forms(best.config, self.cluster)))
         if best.config.mesh.context > 1:
             best = self._best_of(best, ({"exchange": {"context_form": form}} for form in CONTEXT_FORMS))

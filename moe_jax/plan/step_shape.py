@@ -24,5 +24,5 @@ def step_shape(config: Config, mesh: Mapping[str, int], reductions: Sequence[int
         reductions=tuple(reductions),
         tied=model.tie_word_embeddings,
         # all tensor ranks have the bias vectors of an expert that they share
-        local_experts=copies == 1 and not (model.moe.bias and mesh["tensor"] > 1),
+        local_experts=copies == 1 and not (model.moe.bias and config.mesh.expert_tensor_ranks(mesh) > 1),
     )

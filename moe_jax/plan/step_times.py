@@ -69,7 +69,8 @@ class Step:
         self.slowdown, self.launch_overhead, self.measured = cluster.compute_slowdown, cluster.launch_overhead, measured
         self.collectives = CollectiveCosts(cluster)
         self.tensor, self.context = self.mesh["tensor"], self.mesh["context"]
-        self.experts = DeviceGroup(config.mesh.expert_ranks(self.mesh), self.tensor)
+        self.expert_tensor = config.mesh.expert_tensor_ranks(self.mesh)  # ranks that share each expert
+        self.experts = DeviceGroup(config.mesh.expert_ranks(self.mesh), self.expert_tensor)
         shards = self.mesh["data"] * self.mesh["expert"] * config.train.grad_accumulation
         self.sequences = config.train.batch_size / shards
         self.tokens = self.sequences * config.data.seq_len / (self.tensor * self.context)
@@ -148,7 +149,7 @@ class Step:
         """The number of gradients of a part that are added to those of earlier parts."""
         if self.config.optimizer.zero >= 2:
             return own_parameters(owned_parameters(self.config.model), self.config, self.mesh)
-        return parameters_per_device(self.config.model, self.experts.ranks, self.tensor, self.config.replicas)
+        return parameters_per_device(self.config, self.mesh)
 
     def adding_s(self, parameters: float) -> float:
         """Seconds to add a part's gradients to those of earlier parts: both are read, and their sum is written."""
@@ -229,7 +230,7 @@ class Step:
         def between(leaving: float) -> float:
             return self.choice(leaving * ranks / (ranks - 1)).seconds if ranks > 1 else 0.0
 
-        if self.tensor == 1:
+        if self.expert_tensor == 1:
             return self.choice(num_bytes).seconds
         stages = LinkStages(
             between, partial(self.collectives.ring, group=DeviceGroup(self.tensor, 1)), self._through_memory
@@ -315,7 +316,7 @@ class Step:
     def _weights(self, owned: Owned) -> float:
         """Seconds to read an owner's own weights once."""
         own = owned.whole + owned.heads_and_hidden / self.tensor
-        own += owned.expert / (self.tensor * self.experts.ranks)
+        own += owned.expert / (self.expert_tensor * self.experts.ranks)
         return own * self._item / self.device.copied_bytes_per_s
 
     def _gathered(self, model: ModelConfig, kind: str) -> float:

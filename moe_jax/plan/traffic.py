@@ -26,7 +26,7 @@ def traffic(config: Config, cluster: Cluster) -> dict[str, float]:
     remat = config.schedule.remat
     repeats = remat == "chunk" or (remat != "none" and config.step_facts.remat_unit == "period")
     exchanged = 3 if repeats else 2  # forward, backward, and once more where remat recomputes exchanges
-    copies = step.tensor if config.exchange.tensor_form == "replicated" else 1
+    copies = step.expert_tensor if config.exchange.tensor_form == "replicated" else 1
     passed = (step.context - 1) * step.tokens * context_width(model, step.tensor)
     width_bytes = (step.tensor - 1) * step.tokens * item
 
@@ -39,7 +39,7 @@ def traffic(config: Config, cluster: Cluster) -> dict[str, float]:
         own_rows = 2 * exchanged * with_experts * step.exchanged_bytes
         return {
             "expert": own_rows * copies * (1 - 1 / ranks),
-            "tensor": 2 * width_bytes * sum(map(crossing, kinds)) + own_rows * (step.tensor - 1),
+            "tensor": 2 * width_bytes * sum(map(crossing, kinds)) + own_rows * (step.expert_tensor - 1),
             "context": len(kinds) * passed * (2 * item + (ITEM_BYTES["float32"] if has_ring(config) else 0)),
         }
 

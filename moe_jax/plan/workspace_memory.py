@@ -22,7 +22,7 @@ def working_bytes(
     in_block = in_blocks(config, mesh) / model.num_layers
     squares = sizes.pairs * (compiler.pair_bytes + 2 * item)
     squares += _linear_bytes(sizes, model)
-    hidden = rows.computed * model.moe.intermediate_size / sizes.tensor
+    hidden = rows.computed * model.moe.intermediate_size / sizes.expert_tensor
     flowing = (1 if mode == "fused" else 4) * item * (rows.sent * model.hidden_size + hidden)
     if mode in ("dots", "full"):
         blocks = period_of(config) if config.step_facts.remat_unit == "period" else 1
@@ -69,16 +69,18 @@ def _gradients_in_flight(config: Config, mesh: Mapping[str, int]) -> float:
     counts, schedule = count_parameters(config.model), config.schedule
     if schedule.grad_reduce == "end":
         return 0.0
-    copies, ranks = mesh["data"] * mesh["context"] * mesh["expert"], config.mesh.expert_ranks(mesh)
+    copies, shared_by = mesh["data"] * mesh["context"] * mesh["expert"], config.mesh.expert_tensor_ranks(mesh)
+    ranks = config.mesh.expert_ranks(mesh) * shared_by // mesh["tensor"]
     summed = counts.heads_and_hidden / mesh["tensor"] * (copies > 1)
-    summed += _expert_parameters(config, mesh) / mesh["tensor"] * (copies > ranks)
+    summed += _expert_parameters(config, mesh) / shared_by * (copies > ranks)
     return 2 * 4 * summed * min(schedule.unroll * period_of(config) / config.model.num_layers, 1)
 
 
 def in_blocks(config: Config, mesh: Mapping[str, int]) -> float:
     """Parameters of a device in products of blocks, which are cast to the compute dtype."""
     counts = count_parameters(config.model)
-    return (counts.heads_and_hidden + _expert_parameters(config, mesh)) / mesh["tensor"]
+    experts = _expert_parameters(config, mesh) / config.mesh.expert_tensor_ranks(mesh)
+    return counts.heads_and_hidden / mesh["tensor"] + experts
 
 
 def _expert_parameters(config: Config, mesh: Mapping[str, int]) -> float:

@@ -27,7 +27,6 @@ from moe_jax.measure.interleaved_timing import Call, InterleavedTimes, time_inte
 from moe_jax.models.grouped_matmul import blocks, blocks_dgrad, blocks_wgrad
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct, Pass, available
 from moe_jax.models.transformer import ComputeConfig, capability_of
-from moe_jax.parallel.mesh import Axis
 from moe_jax.plan.activation_memory import sizes_of
 from moe_jax.run.timing_cache import TimingCache
 from moe_jax.telemetry.run_log import human_seconds
@@ -138,13 +137,13 @@ def shape_of(config: Config, mesh: Mesh, platform: str) -> MatmulShape:
     """The shape of the grouped product for one microbatch."""
     sizes, model = sizes_of(config, platform, mesh.shape), config.model
     groups = config.expert_slots(mesh.shape) // config.mesh.expert_ranks(mesh.shape)
-    received = sizes.tensor / sizes.microbatches  # rows of all tensor ranks arrive, in one microbatch at a time
+    received = sizes.expert_tensor / sizes.microbatches  # of all ranks that share an expert, in one microbatch
     return MatmulShape(
         rows=int(sizes.rows.sent * received),
         filled=max(int(sizes.own_tokens * model.moe.top_k * received) // groups, 1),
         groups=groups,
         width=model.hidden_size,
-        hidden=model.moe.intermediate_size // mesh.shape[Axis.TENSOR],
+        hidden=model.moe.intermediate_size // sizes.expert_tensor,
         dtype=config.train.compute_dtype,
     )
 

@@ -71,7 +71,7 @@ def test_one_stage_and_one_part_take_what_a_step_without_ticks_takes(policy) -> 
     cluster = dataclasses.replace(H100S, levels=levels)
     step = Step(config, cluster)
     ticks, whole = PipelinedStep(config, cluster, MeasuredTimes({})).seconds, step.seconds
-    held = parameters_per_device(config.model, 8, 1) - config.model.hidden_size
+    held = parameters_per_device(config, config.mesh.sizes) - config.model.hidden_size
     added_s = step.adding_s(held)  # to sums of nothing
     assert ticks["compute"] == pytest.approx(whole["compute"] + added_s)
     assert ticks["exchange"] == pytest.approx(whole["exchange"])

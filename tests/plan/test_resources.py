@@ -1,5 +1,6 @@
 """Counts from the config against the declared parameters and against XLA's own count of operations."""
 
+import dataclasses
 import math
 
 import jax
@@ -54,14 +55,16 @@ LATENTS = {"num_key_value_heads": None, "latent": LatentConfig(kv_lora_rank=8, q
 
 
 @pytest.mark.parametrize(
-    ("data", "expert", "tensor", "model"), [(2, 4, 1, {}), (2, 2, 2, ALL_BIASES), (1, 2, 2, LATENTS)]
+    ("data", "expert", "tensor", "whole", "model"),
+    [(2, 4, 1, False, {}), (2, 2, 2, False, ALL_BIASES), (1, 2, 2, False, LATENTS), (2, 2, 2, True, ALL_BIASES)],
 )
-def test_parameters_of_a_device_are_those_of_the_real_one(data, expert, tensor, model):
+def test_parameters_of_a_device_are_those_of_the_real_one(data, expert, tensor, whole, model):
     moe = {"num_shared_experts": 1, "dense_residual": True, "bias": True}
     config = small_config(data, expert, tensor=tensor, model=model, **moe)
+    config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, experts_over_tensor=whole))
     shapes = make_trainer(config, make_mesh(config.mesh, jax.devices()[: data * expert * tensor])).state_shapes
     held = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(shapes["params"]))
-    assert parameters_per_device(config.model, expert, tensor) == held
+    assert parameters_per_device(config, config.mesh.sizes) == held
 
 
 def test_flops_of_a_dense_step_equal_what_xla_counts():

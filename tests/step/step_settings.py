@@ -49,6 +49,7 @@ FACTORS: dict[str, dict[str, str]] = {
         "e2t2_o2": "mesh.data=1 mesh.expert=2 mesh.tensor=2 exchange.tensor_form=o2 exchange.tensor_chunks=3",
         "e2t2_o3": "mesh.data=1 mesh.expert=2 mesh.tensor=2 exchange.tensor_form=o3",
         "e2t2_replicated": "mesh.data=1 mesh.expert=2 mesh.tensor=2 exchange.tensor_form=replicated",
+        "e2t2_whole": "mesh.data=1 mesh.expert=2 mesh.tensor=2 mesh.experts_over_tensor=true",
         "c2e2": "mesh.data=1 mesh.context=2 mesh.expert=2",
         "c2e2_shared": "mesh.data=1 mesh.context=2 mesh.expert=2 mesh.experts_over_context=true",
         "c2t2": "mesh.data=1 mesh.context=2 mesh.tensor=2",
@@ -119,7 +120,7 @@ FACTORS: dict[str, dict[str, str]] = {
 }
 
 NODES = ("hier_1d", "hier_2d", "halo")
-FOUR_RANKS = ("e4", "c2e2_shared")
+FOUR_RANKS = ("e4", "c2e2_shared", "e2t2_whole")
 ONE_RANK = "c2t2"
 WITH_TENSOR = ("e2t2", "e2t2_o2", "e2t2_o3", "e2t2_replicated", "c2t2")
 WHOLE_BATCH = ("by_score", "expert_choice", "softmoe")  # gates that compare all tokens of a device
@@ -178,6 +179,6 @@ ARRAY = Array(
     IDLE,
     REFUSED_BY_ALL,
     COMPANIONS,
-    late=("zero3", "zero3_block"),
+    late=("zero3", "zero3_block", "e2t2_whole"),
     rounding={"hooks": {"bf16": 1.0, "fp8": 1.0}, "dtype": {"bfloat16": 1.0}, "products": {"fp8_products": 0.05}},
 )

@@ -37,7 +37,7 @@ def check_tensor_split(config: Sections, ranks: int) -> None:
         divided["model.num_key_value_heads"] = model.num_key_value_heads
     if "dense" in model.block_kinds or model.moe.dense_residual:
         divided["model.intermediate_size"] = model.intermediate_size
-    if model.moe.num_experts:
+    if model.moe.num_experts and (model.moe.num_shared_experts or not config.mesh.experts_over_tensor):
         divided["model.moe.intermediate_size"] = model.moe.intermediate_size
     for name, size in divided.items():
         if size % ranks:
@@ -45,10 +45,10 @@ def check_tensor_split(config: Sections, ranks: int) -> None:
                 f"{name}={size} is not divisible by mesh.tensor={ranks}: use {nearest_multiples(size, ranks)}, "
                 f"or mesh.tensor={divisors_text(math.gcd(*divided.values()))}"
             )
-    if config.exchange.facts.ragged:
+    if config.exchange.facts.ragged and not config.mesh.experts_over_tensor:
         raise ConfigError(
             f"exchange.algorithm={config.exchange.algorithm} knows no tensor ranks, and mesh.tensor={ranks}: "
-            "use exchange.algorithm=flat, or mesh.tensor=1"
+            "use exchange.algorithm=flat, mesh.experts_over_tensor=true, or mesh.tensor=1"
         )
 
 
@@ -68,34 +68,36 @@ def check_context_split(config: Sections, ranks: int, tensor_ranks: int) -> None
 
 def check_expert_split(config: Sections, sizes: Mapping[str, int]) -> None:
     """Raise ConfigError unless experts divide over the ranks that shard them; axes of size -1 are not checked."""
-    num_experts, shared = config.model.moe.num_experts, config.mesh.experts_over_context
-    if shared:
-        _check_shared(num_experts, sizes["context"])
+    num_experts, others = config.model.moe.num_experts, [axis for axis in config.mesh.expert_axes if axis != "expert"]
+    for axis in others:
+        _check_shared(axis, num_experts, sizes[axis])
+    if config.mesh.experts_over_tensor and config.exchange.tensor_form != "o1":
+        raise ConfigError(
+            f"exchange.tensor_form={config.exchange.tensor_form} is how tensor ranks share each expert, and with "
+            "mesh.experts_over_tensor=true they share none: use exchange.tensor_form=o1"
+        )
     if min(sizes[axis] for axis in config.mesh.expert_axes) == -1:
         return
     ranks, text = config.mesh.expert_ranks(sizes), expert_ranks_text(config.mesh, sizes)
     if num_experts == 0 and ranks > 1:
         raise ConfigError(f"{text} has no experts to hold (model.moe.num_experts=0): set mesh.expert=1")
     if num_experts % ranks:
-        of_expert, rest = divmod(num_experts, sizes["context"] if shared else 1)
-        cure = "mesh.experts_over_context=false" if rest else f"mesh.expert={divisors_text(of_expert)}"
+        of_expert, rest = divmod(num_experts, math.prod(sizes[axis] for axis in others))
+        cure = f"mesh.experts_over_{others[0]}=false" if rest else f"mesh.expert={divisors_text(of_expert)}"
         raise ConfigError(
             f"model.moe.num_experts={num_experts} is not divisible by {text}: "
             f"use {nearest_multiples(num_experts, ranks)} experts, or {cure}"
         )
 
 
-def _check_shared(num_experts: int, context: int) -> None:
-    """Raise ConfigError for `mesh.experts_over_context` without experts or without context ranks."""
+def _check_shared(axis: str, num_experts: int, ranks: int) -> None:
+    """Raise ConfigError for experts that are sharded over another axis, too, without experts or without its ranks."""
+    name = f"mesh.experts_over_{axis}"
     if num_experts == 0:
+        raise ConfigError(f"{name}=true has no experts to cut (model.moe.num_experts=0): set {name}=false")
+    if ranks == 1:
         raise ConfigError(
-            "mesh.experts_over_context=true has no experts to cut (model.moe.num_experts=0): "
-            "set mesh.experts_over_context=false"
-        )
-    if context == 1:
-        raise ConfigError(
-            "mesh.experts_over_context=true cuts experts over context ranks, and mesh.context=1: "
-            "use mesh.context=2 or more, or mesh.experts_over_context=false"
+            f"{name}=true cuts experts over {axis} ranks, and mesh.{axis}=1: use mesh.{axis}=2 or more, or {name}=false"
         )
 
 

@@ -30,7 +30,7 @@ def check_migration(config: Sections) -> None:
             f"migration.enabled=true with model.moe.dispatcher={moe.dispatcher}, which may add up in an order that "
             "depends on where experts are stored: use model.moe.dispatcher=sort, or migration.enabled=false"
         )
-    if config.mesh.expert == 1 and not config.mesh.experts_over_context:
+    if config.mesh.expert_axes == ("expert",) and config.mesh.expert == 1:
         raise ConfigError(
             "migration.enabled=true, and with mesh.expert=1 one rank has all experts: "
             "use mesh.expert=2 or more, or migration.enabled=false"

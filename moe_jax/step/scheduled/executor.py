@@ -168,7 +168,12 @@ class Tasks:
                 self.flow[p] = self._lanes(block, p, received)
             else:
                 weights = self.blocks[block]["moe"]["experts"]
-                function = partial(run_experts, moe=dims.config.model.moe, product=dims.compute.product)
+                function = partial(
+                    run_experts,
+                    moe=dims.config.model.moe,
+                    product=dims.compute.product,
+                    are_whole=dims.compute.experts_are_whole,
+                )
                 out = self._differentiate(("expert", block, p), self._remat(function), weights, received)
                 self.flow[p] = ExpertRows(out)
             self.order.record_compute(floats_of(self.flow[p])[0])
