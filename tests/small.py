@@ -34,6 +34,7 @@ def small_config(
     grad_accumulation: int = 1,
     context: int = 1,
     experts_over_context: bool = False,
+    experts_over_tensor: bool = False,
     **moe,
 ) -> Config:
     """Two blocks (dense, then experts), grouped-query attention, 8 sequences of 12 tokens."""
@@ -55,6 +56,7 @@ def small_config(
             pipeline=pipeline,
             context=context,
             experts_over_context=experts_over_context,
+            experts_over_tensor=experts_over_tensor,
         ),
         schedule=ScheduleConfig(**(schedule or {})),
         exchange=ExchangeConfig(**(exchange or {})),

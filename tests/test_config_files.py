@@ -130,7 +130,8 @@ def candidates(name: str) -> Iterator[Any]:
 
 FIXED = {
     *("schedule.bucket_cap_mb", "schedule.microbatches", "schedule.expert_chunks", "schedule.virtual_stages"),
-    *("schedule.pipeline", "schedule.head_blocks", "schedule.param_gather", "mesh.experts_over_context"),
+    *("schedule.pipeline", "schedule.head_blocks", "schedule.param_gather"),
+    *("mesh.experts_over_context", "mesh.experts_over_tensor"),
     *("log.trace_step", "data.sources"),
     *("tune.over", "migration.enabled", "model.moe.capacity_schedule", "train.skip_spikes"),
     *("model.latent.q_lora_rank", "model.attention.full_every", "model.qk_norm_after_rope"),

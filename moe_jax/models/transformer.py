@@ -43,7 +43,7 @@ from moe_jax.parallel.gathered_params import save_all_but_gathered
 from moe_jax.parallel.mesh import Axes, Axis, expert_axis
 from moe_jax.parallel.ranks import Ranks, ranks_per_node
 from moe_jax.parallel.tensor_axis import tp_all_gather, tp_reduce_scatter
-from moe_jax.parallel.tensor_dispatch import DispatchRoute
+from moe_jax.parallel.tensor_dispatch import WHOLE_EXPERTS, DispatchRoute
 from moe_jax.parallel.trees import Params, Tree
 
 
@@ -76,7 +76,7 @@ class ComputeConfig:
     @property
     def experts_are_whole(self) -> bool:
         """Whether experts are sharded over tensor ranks, instead of each expert's hidden width."""
-        return self.tensor_form == "whole"
+        return self.tensor_form == WHOLE_EXPERTS
 
     @property
     def product(self) -> GroupedProduct:
@@ -134,7 +134,7 @@ def _tensor_form(config: Config, tensor_ranks: int) -> str:
     """Return the form over tensor ranks. With one of them all forms are the same."""
     if tensor_ranks == 1:
         return "o1"
-    return "whole" if config.mesh.experts_over_tensor else config.exchange.tensor_form
+    return WHOLE_EXPERTS if config.mesh.experts_over_tensor else config.exchange.tensor_form
 
 
 def exchange_of(config: Config, platform: str, tensor_ranks: int) -> str:

@@ -10,9 +10,9 @@ forms return the same bits.
     o1           send, gather    sum, send      the own rows
     o2           as o1 in chunks: the second transfer of one runs concurrently with the first of the next
     o3           as o2, and each chunk is copied to its place while later ones travel
-    whole        send            send           the own rows: experts are sharded over tensor ranks, each is whole
 
-On one tensor rank nothing is gathered or summed.
+If experts are sharded over tensor ranks, too (`WHOLE_EXPERTS`), each is whole on its rank: rows are only sent. On one
+tensor rank nothing is gathered or summed.
 """
 
 from collections.abc import Callable
@@ -31,6 +31,7 @@ from moe_jax.parallel.ranks import Ranks
 from moe_jax.parallel.tensor_axis import tp_all_gather, tp_reduce_scatter
 
 Send = Callable[[jax.Array], jax.Array]
+WHOLE_EXPERTS = "whole"  # the form of experts that tensor ranks do not share
 _SLOTS = -2  # the dimension that counts rows, in front of their features
 
 
@@ -85,14 +86,14 @@ class DispatchRoute(NamedTuple):
     @property
     def goes_by_hops(self) -> bool:
         """Whether blocks travel one by one, so that experts can process one while the next travels."""
-        return self.algorithm == "ring" and self.form in ("o1", "whole")
+        return self.algorithm == "ring" and self.form in ("o1", WHOLE_EXPERTS)
 
     @property
     def shares_experts(self) -> bool:
         """Whether tensor ranks share each expert, so that they gather its rows and sum its outputs. Runs inside
         `shard_map`.
         """
-        return self.form != "whole" and jax.lax.axis_size(Axis.TENSOR) > 1
+        return self.form != WHOLE_EXPERTS and jax.lax.axis_size(Axis.TENSOR) > 1
 
     def received(self, x: Shaped[Array, "P ..."]) -> Shaped[Array, "tP ..."]:
         """Return the rows of a block that has arrived, as the experts need them."""
@@ -104,7 +105,7 @@ class DispatchRoute(NamedTuple):
 
     def transfer(self, *, to_experts: bool) -> Transfer:
         """Return the transfer to the experts, or the one from them."""
-        form = FORMS[self.form]
+        form = _WHOLE if self.form == WHOLE_EXPERTS else FORMS[self.form]
         return form.to_experts if to_experts else form.from_experts
 
     def all_to_all(self, x: jax.Array, send: Send, *, to_experts: bool) -> jax.Array:
@@ -240,10 +241,10 @@ def _chunked(collect: Callable[[jax.Array], _ChunkCollector]) -> Form:
     return Form(to_experts, from_experts)
 
 
+_WHOLE = Form(Unchunked(_identity, _identity), Unchunked(_identity, _identity))
 FORMS = {
     "replicated": Form(Unchunked(_gather_by_target, _by_source), Unchunked(_by_target, _sum_by_target)),
     "o1": Form(Unchunked(_identity, _gather), Unchunked(_sum, _identity)),
     "o2": _chunked(_Concatenated),
     "o3": _chunked(_Filled),
-    "whole": Form(Unchunked(_identity, _identity), Unchunked(_identity, _identity)),
 }

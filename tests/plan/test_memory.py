@@ -95,6 +95,8 @@ CASES: dict[str, dict[str, Any]] = {
     "ring scheduled": {"mesh": (1, 2, 2, 2), "schedule": SCHEDULED},
     "ring dots": {"mesh": (1, 4, 1, 2), "schedule": {"remat": "dots"}},
     "experts over context": {"mesh": (1, 2, 1, 4), "experts_over_context": True, "capacity_factor": None},
+    "experts over tensor": {"mesh": (2, 2, 2), "experts_over_tensor": True, "num_shared_experts": 1},
+    "experts over tensor dropless": {"mesh": (2, 2, 2), "experts_over_tensor": True, "capacity_factor": None},
     "context gathered": {"mesh": (1, 4, 1, 2), "exchange": {"context_form": "all_gather"}},
     "least ring": {"mesh": (1, 4, 1, 2), "schedule": SCHEDULED, "model": {"qk_norm": True}},
     "least": _MIXED | {"schedule": SCHEDULED},
@@ -141,10 +143,11 @@ def test_kept_activations_are_what_the_forward_loop_stacks(name: str, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("mesh", "shared"), [((2, 4, 1), False), ((2, 2, 2), False), ((1, 2, 2, 2), True), ((2, 1, 1, 4), True)]
+    ("mesh", "over"),
+    [((2, 4, 1), ""), ((2, 2, 2), ""), ((1, 2, 2, 2), "context"), ((2, 1, 1, 4), "context"), ((2, 2, 2), "tensor")],
 )
-def test_the_state_is_exact(mesh: tuple[int, ...], shared: bool) -> None:
-    config = config_of(mesh, num_shared_experts=1, experts_over_context=shared)
+def test_the_state_is_exact(mesh: tuple[int, ...], over: str) -> None:
+    config = config_of(mesh, num_shared_experts=1, **({f"experts_over_{over}": True} if over else {}))
     state = jax.tree.leaves(make_trainer(config, make_mesh(config.mesh)).state_shapes)
     arrays = [leaf.sharding.shard_shape(leaf.shape) for leaf in state if leaf.ndim]
     assert step_memory(config, "cpu").state == sum(4 * math.prod(shape) for shape in arrays)

@@ -1,6 +1,5 @@
 """Counts from the config against the declared parameters and against XLA's own count of operations."""
 
-import dataclasses
 import math
 
 import jax
@@ -60,8 +59,7 @@ LATENTS = {"num_key_value_heads": None, "latent": LatentConfig(kv_lora_rank=8, q
 )
 def test_parameters_of_a_device_are_those_of_the_real_one(data, expert, tensor, whole, model):
     moe = {"num_shared_experts": 1, "dense_residual": True, "bias": True}
-    config = small_config(data, expert, tensor=tensor, model=model, **moe)
-    config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, experts_over_tensor=whole))
+    config = small_config(data, expert, tensor=tensor, model=model, experts_over_tensor=whole, **moe)
     shapes = make_trainer(config, make_mesh(config.mesh, jax.devices()[: data * expert * tensor])).state_shapes
     held = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(shapes["params"]))
     assert parameters_per_device(config, config.mesh.sizes) == held

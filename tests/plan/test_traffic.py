@@ -78,6 +78,7 @@ def traced(config: Config) -> Counter[str]:
     [
         "mesh.data=2 mesh.expert=4",
         "mesh.data=2 mesh.expert=2 mesh.tensor=2",
+        "mesh.data=2 mesh.expert=2 mesh.tensor=2 mesh.experts_over_tensor=true",
         "mesh.data=2 mesh.expert=2 mesh.tensor=2 exchange.tensor_form=replicated",
         "mesh.data=2 mesh.expert=2 mesh.tensor=2 model.moe.moe_layer_freq=2",
         "mesh.data=4 mesh.expert=1 mesh.tensor=2 model.moe.num_shared_experts=1",
