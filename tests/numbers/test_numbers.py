@@ -48,7 +48,11 @@ OTHER = {
         "| | |": SETTING,
         "| `model_type` |": SETTING,
     },
-    "exchange.md": {"| `exchange.algorithm` |": SETTING, "| implementation |": "what the linked reports measured"},
+    "exchange.md": {
+        "| `exchange.algorithm` |": SETTING,
+        "| mesh |": SETTING,
+        "| implementation |": "what the linked reports measured",
+    },
     "generate.md": {"| option |": SETTING},
     "gates.md": {"| gate | scores": SETTING},
     "gpu.md": dict.fromkeys(("| step |", "| grouped products", "| operations of"), "tests/test_bench_gpu.py"),
