@@ -74,6 +74,10 @@ REFUSED = {
         "data.path=x.txt and data.sources are both set: use data.path=null to train on the sources, or "
         "data.sources=[] to train on the path"
     ),
+    'data.path=configs/text/shakespeare.txt data.sources=[{"path":"a","weight":1}]': (
+        "data.path=configs/text/shakespeare.txt and data.sources are both set: use data.path=null to train on the "
+        "sources, or data.sources=[] to train on the path"
+    ),
     **{
         f"data.sources=[{given}]": message
         for given, message in (
@@ -87,6 +91,26 @@ REFUSED = {
             (
                 '{"path":"a","weight":1,"name":""}',
                 "data.sources[0].name is empty: give it a name for metrics, or null",
+            ),
+            (
+                '{"path":"a","weight":1,"name":"web/en"}',
+                "data.sources[0].name=web/en must have letters, digits and . _ - + ~ only, as a name in metrics: use "
+                "web_en",
+            ),
+            (
+                '{"path":"x/my:text.jsonl","weight":1}',
+                "data.sources[0].path=x/my:text.jsonl gives metrics the name 'my:text', which must have letters, "
+                "digits and . _ - + ~ only: set data.sources[0].name=my_text",
+            ),
+            (
+                '{"path":"a","weight":1,"weight_schedule":[10,0.5]}',
+                "data.sources[0].weight_schedule=[10, 0.5] must be a list of pairs of a step and a weight: write "
+                "[[10, 0.5]]",
+            ),
+            (
+                '{"path":"a","weight":1,"weight_schedule":[10]}',
+                "data.sources[0].weight_schedule=[10] must be a list of pairs of a step and a weight: write "
+                "[[1000, 0.5], [5000, 2]]",
             ),
             ('{"path":"a","weight":-1}', "data.sources[0].weight=-1.0 must be at least 0"),
             ('{"path":"a","weight":.inf}', "data.sources[0].weight=inf must be a finite number"),
@@ -484,10 +508,14 @@ REFUSED = {
             "a factor above 0 and up to 65536, as in [[1000, 1.5], [5000, 1.0]]"
         )
         for given, all_pairs, pair in (
-            ("[100,2]", "[[100.0], [2.0]]", "[100.0]"),
+            ("[[100],[2,3]]", "[[100.0], [2.0, 3.0]]", "[100.0]"),
             ("[[5,2],[5,1]]", "[[5.0, 2.0], [5.0, 1.0]]", "[5.0, 1.0]"),
         )
     },
+    "model.moe.capacity_schedule=[100,2,200,1]": (
+        "model.moe.capacity_schedule=[100, 2, 200, 1] must be a list of pairs of a step and a factor: write "
+        "[[100, 2], [200, 1]]"
+    ),
     "model.moe.capacity_schedule=[[5,2]] model.moe.capacity_factor=null": (
         "model.moe.capacity_schedule=[[5.0, 2.0]] changes a capacity that there is not with "
         "model.moe.capacity_factor=null: set another, or model.moe.capacity_schedule=[]"

@@ -109,6 +109,19 @@ def _check_mixture(data: DataConfig, saved: DataConfig, run: Path, step: int | N
             )
 
 
+def renamed_sources(config: Config, saved: Mapping[str, Any]) -> str:
+    """Return a warning about sources that have another name in metrics than in a checkpoint; empty without any.
+
+    `saved` is the config in the checkpoint's record, as checked by `check_same_model`. Names determine nothing else.
+    """
+    trained = config_from(with_new_names(saved)).data.sources
+    named = [(own.label, old.label) for own, old in zip(config.data.sources, trained, strict=False)]
+    changed = [f"data.sources[{k}] is {own}, and was {old}" for k, (own, old) in enumerate(named) if own != old]
+    if not changed:
+        return ""
+    return f"{'; '.join(changed)}: metrics of later steps have the new name (set its name to keep the old one)"
+
+
 def _number(data: DataConfig) -> str:
     """The number of sources in words."""
     return f"{len(data.sources)} sources" if len(data.sources) > 1 else "one source"

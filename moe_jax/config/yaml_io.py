@@ -17,7 +17,7 @@ import yaml
 from moe_jax.config import Config, Sections
 from moe_jax.config.draft import PLANNED, Draft
 from moe_jax.config.renamed import RENAMED, RENAMED_VALUES, with_new_names
-from moe_jax.config.validate import plain_setting
+from moe_jax.config.validate import check_overrides, plain_setting
 from moe_jax.config.yaml_reader import Dumper, parse_yaml
 from moe_jax.errors import ConfigError
 from moe_jax.files.places import parse_place
@@ -42,16 +42,14 @@ def load_draft(path: str | Path | None = None, overrides: Sequence[str] = ()) ->
     if isinstance(path, str):
         path = parse_place("config file", path)
     values = _read(path) if path is not None else {}
-    for text in overrides:
-        _override(values, text)
+    _override_all(values, overrides)
     return _draft_from(values)
 
 
 def config_from(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Return the config of nested plain values, changed by `section.key=value` overrides. Raises ConfigError."""
     changed = copy.deepcopy(dict(values))
-    for text in overrides:
-        _override(changed, text)
+    _override_all(changed, overrides)
     return _closed(_draft_from(changed))
 
 
@@ -104,6 +102,12 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"config file {path} holds {_kind(values)}, not sections: start it with e.g. 'model:'")
     return with_new_names(values) if path.name == "config.yaml" else values  # an earlier version may have written it
+
+
+def _override_all(values: dict[str, Any], overrides: Sequence[str]) -> None:
+    for text in overrides:
+        _override(values, text)
+    check_overrides(values, overrides)
 
 
 def _override(values: dict[str, Any], text: str) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from moe_jax.checkpoint.arrays import read_arrays
-from moe_jax.checkpoint.compatibility import check_same_model
+from moe_jax.checkpoint.compatibility import check_same_model, renamed_sources
 from moe_jax.checkpoint.files import DamagedError
 from moe_jax.checkpoint.latest import agreed_record
 from moe_jax.checkpoint.load import damage_message
@@ -92,10 +92,13 @@ def _restore(run: Run) -> Restored:
 
 
 def _check_text(run: Run, record: Record) -> None:
-    """Raise CheckpointError if a record is of other training data; prints a warning if that is not known."""
+    """Raise CheckpointError if a record is of other training data; prints a warning if that is not known, or if a
+    source has another name.
+    """
     unknown = check_text(run.identity, record, run.folder, run.config.data)
-    if unknown and is_main_process():
-        print(f"warning: {unknown}", flush=True)
+    for text in filter(None, (unknown, renamed_sources(run.config, record.config))):
+        if is_main_process():
+            print(f"warning: {text}", flush=True)
 
 
 def _quarantine_all(run: Run, damaged: Mapping[int, str]) -> None:

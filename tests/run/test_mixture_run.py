@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from moe_jax.checkpoint.compatibility import check_same_model
+from moe_jax.checkpoint.compatibility import check_same_model, renamed_sources
 from moe_jax.config import Config, DataConfig, LogConfig, OptimizerConfig
 from moe_jax.config.sections import DataSource, ParameterGroup
 from moe_jax.data.prepare import prepare_text
@@ -137,6 +137,17 @@ def test_a_run_resumes_with_the_weights_that_it_was_trained_with() -> None:
     assert resumed(two, DataConfig()) == (
         "data.sources has 2 sources, but the checkpoints in log.dir=run were trained on one source: use the same "
         "ones, or another log.dir"
+    )
+
+
+def test_another_name_of_a_source_is_told() -> None:
+    """Its tokens are compared by checksums: a name is free to change, and metrics then have both."""
+    trained = json.loads(json.dumps(dataclasses.asdict(Config(data=data_of((1, []), (2, []))))))
+    assert renamed_sources(Config(data=data_of((1, []), (2, []))), trained) == ""
+    sources = (DataSource(path="s0", weight=1), DataSource(path="elsewhere/new.txt", weight=2))
+    assert renamed_sources(Config(data=DataConfig(path=None, sources=sources)), trained) == (
+        "data.sources[1] is new, and was s1: metrics of later steps have the new name (set its name to keep the old "
+        "one)"
     )
 
 

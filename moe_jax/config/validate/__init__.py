@@ -5,7 +5,7 @@ Each error message gives the setting, its value and the cure.
 
 from moe_jax.config.attention_kernels import check_attention_kernel
 from moe_jax.config.sections import Sections
-from moe_jax.config.validate.data import check_data
+from moe_jax.config.validate.data import check_data, check_overrides
 from moe_jax.config.validate.mesh import (
     check_batch_split,
     check_context_split,
@@ -31,6 +31,7 @@ __all__ = [
     "check_expert_split",
     "check_mesh",
     "check_node_split",
+    "check_overrides",
     "check_ranges",
     "check_tensor_split",
     "nearest_multiples",

@@ -56,6 +56,11 @@ def check_changes(
     `value` says in words what the second number of a pair is.
     """
     least, most, above, _ = allowed
+    if changes and all(len(each) == 1 for each in changes):  # YAML's [10, 0.5], which is read as [[10], [0.5]]
+        words = [f"{each:.15g}" for (each,) in changes]
+        pairs = [f"[{step}, {own}]" for step, own in zip(words[::2], words[1::2], strict=False)]
+        meant = example if len(words) % 2 else f"[{', '.join(pairs)}]"
+        raise ConfigError(f"{name}=[{', '.join(words)}] must be a list of pairs of a step and {value}: write {meant}")
     last = 0.0
     for pair in changes:
         is_pair = len(pair) == len(("step", "value")) and float(pair[0]).is_integer() and last < pair[0] <= ANY
