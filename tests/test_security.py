@@ -41,7 +41,7 @@ ALLOWED = {
     ("profiling/docs_commands.py", "tarfile"),  # what git archives of the project
     ("moe_jax/step/compile_cache.py", "deserialize_and_load"),  # from a folder of one's own
     # the commands: python -m moe_jax.train is moe_jax.cli.train
-    *((f"moe_jax/{command}.py", "run_module") for command in ("generate", "train")),
+    *((f"moe_jax/{command}.py", "run_module") for command in ("evaluate", "generate", "train")),
     *((f"moe_jax/{command}/__main__.py", "run_module") for command in COMMANDS),
 }
 

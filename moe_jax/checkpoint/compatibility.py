@@ -29,11 +29,13 @@ _FREE = {
 }
 
 
-def check_same_run(config: Config, run: Path, ignore_data_order: bool = False, step: int | None = None) -> None:
+def check_same_run(
+    config: Config, run: Path, ignore_data_order: bool = False, step: int | None = None, ignore_stages: bool = False
+) -> None:
     """Raise CheckpointError unless the run's saved config has the same model and order of the data as this config.
 
-    `ignore_data_order` is for readers of parameters, which need only the same model. With `step`, from which the run
-    resumes, the weights of sources may differ in later steps.
+    `ignore_data_order` is for readers of parameters, which need only the same model, and `ignore_stages` for those that
+    can reorder blocks. With `step`, from which the run resumes, the weights of sources may differ in later steps.
     """
     try:
         saved = load_config(run)
@@ -42,6 +44,8 @@ def check_same_run(config: Config, run: Path, ignore_data_order: bool = False, s
             f"log.dir={run} has checkpoints, but not the config of their model ({error}): use another log.dir"
         ) from None
     _check_same(config, saved, run, _MODEL if ignore_data_order else _FIXED)
+    if not ignore_stages:
+        _check_stages(config, saved, run)
     if not ignore_data_order:
         _check_mixture(config.data, saved.data, run, step)
 
@@ -59,6 +63,7 @@ def check_same_model(config: Config, saved: Mapping[str, Any], run: Path, step: 
             "use that version, or another log.dir"
         ) from None
     _check_same(config, made_with, run, _FIXED)
+    _check_stages(config, made_with, run)
     _check_mixture(config.data, made_with.data, run, step)
 
 
@@ -76,6 +81,10 @@ def _check_same(config: Config, saved: Config, run: Path, fixed: tuple[str, ...]
                 f"{name}={here}, but the checkpoints in log.dir={run} have {name}={there}: "
                 f"use {name}={there}, or another log.dir{reset}"
             )
+
+
+def _check_stages(config: Config, saved: Config, run: Path) -> None:
+    """Raise CheckpointError unless both configs have the same rows of blocks in pipeline stages."""
     if Stages.of(config).layout != Stages.of(saved).layout:
         here, there = (_stages_text(each) for each in (config, saved))
         raise CheckpointError(

@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 import jax
 
 from moe_jax.checkpoint.arrays import read_arrays
-from moe_jax.checkpoint.files import FOLDER, DamagedError
+from moe_jax.checkpoint.files import FOLDER, DamagedError, steps_of
 from moe_jax.checkpoint.latest import agreed_newest, agreed_record
 from moe_jax.checkpoint.record import Record
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.yaml_io import load_config
+from moe_jax.distributed.processes import allgather
 from moe_jax.errors import CheckpointError, ConfigError
 from moe_jax.models.placement import slot_shapes
 from moe_jax.paths import shown
@@ -29,16 +30,26 @@ def load_params(run: Path, params_shapes: Any, average: bool = False) -> Any:
     checkpoints are reported on stderr, and not moved. Raises CheckpointError if there is no intact checkpoint, and
     ConfigError if the run has no average.
     """
+    return load_step(run, params_shapes, average)[1]
+
+
+def load_step(run: Path, params_shapes: Any, average: bool = False, step: int | None = None) -> tuple[int, Any]:
+    """Do the same for the checkpoint of a step, or the newest one, and also return its step.
+
+    Raises CheckpointError also if there is no such step, or if it is damaged.
+    """
     if average and load_config(run).optimizer.ema_decay is None:
         raise ConfigError(f"--ema: run {run} has optimizer.ema_decay=null, so no average: leave out --ema")
     damaged: dict[int, str] = {}
     part = AVERAGE if average else "params"
+    if step is not None:
+        return step, _params_of_step(run, step, params_shapes, part)
     found = read_newest(run, lambda record: (record.step, _params(run, record, params_shapes, part)), damaged)
     if found is None:
         raise CheckpointError(f"run {run} has no checkpoint: train it first, or name another run folder")
     for step, reason in damaged.items():
         print(f"warning: {shown(damage_message(run, step, reason))}; using step {found[0]}", file=sys.stderr)
-    return found[1]
+    return found
 
 
 def read_newest(run: Path, read: Callable[[Record], T], damaged: dict[int, str]) -> T | None:
@@ -53,6 +64,17 @@ def read_newest(run: Path, read: Callable[[Record], T], damaged: dict[int, str])
         except DamagedError as error:
             damaged[step] = str(error)
     return None
+
+
+def _params_of_step(run: Path, step: int, params_shapes: Any, part: str) -> Any:
+    steps = steps_of(run)
+    if not all(allgather(step in steps)):
+        there = f"name one of {', '.join(map(str, steps[::-1]))}" if steps else "train it first"
+        raise CheckpointError(f"run {run} has no checkpoint of step {step}: {there}")
+    try:
+        return _params(run, agreed_record(run, step), params_shapes, part)
+    except DamagedError as error:
+        raise CheckpointError(f"{damage_message(run, step, str(error))}: name another step") from None
 
 
 def _params(run: Path, record: Record, params_shapes: Any, part: str) -> Any:

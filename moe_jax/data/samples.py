@@ -73,6 +73,19 @@ class Samples:
             mark_documents(out, self.end_of_text)
         return out
 
+    def rest(self) -> NDArray[np.int32]:
+        """Return the tokens after the last sample, with its last token, or all if there is no sample. Packed tokens
+        have no rest.
+        """
+        start = len(self) * self.stride
+        if isinstance(self.tokens, TextTokens):
+            out = self.tokens.gather([start], len(self.tokens) - start)
+        else:
+            out = self.tokens[None, start:].astype(np.int32)
+        if self.end_of_text is not None:
+            mark_documents(out, self.end_of_text)
+        return out[0]
+
     def _first_intact(self, chunks: ChunkChecksums, number: int) -> int:
         """The first token of the first intact sample at or after `number`, wrapping around at the end of the tokens.
 

@@ -45,6 +45,11 @@ def indices(token_BN: Int[Array, "B N"]) -> Int[Array, "B N"]:
     return token_BN & _INDEX
 
 
+def without_marks(token_SN1: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return what `indices` returns, on the host."""
+    return token_SN1 & _INDEX
+
+
 def counted(target_BN: Int[Array, "B N"]) -> Bool[Array, "B N"]:
     """Return which targets the loss counts.
 

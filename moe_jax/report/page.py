@@ -11,6 +11,7 @@ from moe_jax import __version__
 from moe_jax.files.atomic import write_atomically
 from moe_jax.files.untrusted import read_json
 from moe_jax.report.alarms import alarm_section
+from moe_jax.report.evaluations import evaluation_section
 from moe_jax.report.html import plots, table, text
 from moe_jax.report.load_plots import LOAD_LIMIT, experts_svg, load_gradient, ranks_svg
 from moe_jax.report.loads import Loads, RankMove, loads_of
@@ -84,6 +85,7 @@ def _page(run: Path, records: Records, refresh_s: int | None) -> str:
 def _sections(run: Path, records: Records) -> Iterator[tuple[str, str]]:
     yield "Key numbers", _warning(records) + table("numbers", key_numbers(records))
     yield "Alarms", alarm_section(records)
+    yield "Evaluations", evaluation_section(records)
     yield "Loss", _hint(records) + plots(_loss_plots(records))
     for heading, wanted in _CURVES.items():
         yield heading, plots(_curve_plots(records, wanted))

@@ -3,7 +3,7 @@
 import contextlib
 from pathlib import Path
 
-from moe_jax.config import Config
+from moe_jax.config import Config, DataConfig
 from moe_jax.config.yaml_io import load_config
 from moe_jax.convert.source import is_imported, origin_of
 from moe_jax.data.sources import source_tokenizer, tokenizer_file
@@ -87,6 +87,20 @@ def tokenizer_of_run(config: Config, run: Path) -> Tokenizer:
             "one, or remove the first one, if the run was trained with the second"
         )
     return source_tokenizer(config.data)
+
+
+def check_tokens_of_run(config: Config, run: Path, data: DataConfig) -> Tokenizer:
+    """Return what `tokenizer_of_run` does. Raises DataError unless all sources of `data` have tokens of that kind."""
+    tokenizer, own = tokenizer_of_run(config, run), run / BPE_FILE
+    is_bytes = isinstance(tokenizer, ByteTokenizer)
+    for number, source in enumerate(data.mixture):
+        file = tokenizer_file(data, number)
+        if (file is _BYTES) != is_bytes or (file and own.is_file() and not same_tokens(file, own)):
+            raise DataError(
+                f"{data.path_names[number]}={source.path} has {_kind_of(file)}, and run {run} was trained on "
+                f"{'bytes' if is_bytes else 'those of another tokenizer'}: name a text that was prepared with the run's"
+            )
+    return tokenizer
 
 
 def end_tokens(run: Path, tokenizer: Tokenizer) -> frozenset[int]:

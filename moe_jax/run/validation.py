@@ -34,7 +34,7 @@ class ValidationSet(NamedTuple):
 
     def loss(self, loss_of: Callable[[Rows], float]) -> float:
         """Return the mean loss over the predicted tokens of all batches, in nats per token."""
-        return _mean([loss_of(batch) for batch in self.batches], self.weights)
+        return mean([loss_of(batch) for batch in self.batches], self.weights)
 
 
 def loss_metrics(losses: Sequence[float], weights: Sequence[float], names: Sequence[str]) -> Mapping[str, float]:
@@ -43,10 +43,11 @@ def loss_metrics(losses: Sequence[float], weights: Sequence[float], names: Seque
     That of the run is the mean over sources by their `weights` in the last step. `names` are empty without a mixture.
     """
     counted = [(loss, weight) for loss, weight in zip(losses, weights, strict=True) if weight]
-    mean = _mean([loss for loss, _ in counted], [weight for _, weight in counted])
+    weighted = mean([loss for loss, _ in counted], [weight for _, weight in counted])
     by_source = {f"validation_loss/{name}": loss for name, loss in zip(names, losses, strict=False)}
-    return {"validation_loss": mean} | by_source
+    return {"validation_loss": weighted} | by_source
 
 
-def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
+def mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    """Return the weighted mean."""
     return math.fsum(map(operator.mul, values, weights)) / math.fsum(weights)

@@ -156,6 +156,18 @@ class RunLog:
         self._line_is_open = in_place
 
 
+def insert_record(folder: Path, record: Mapping[str, Any]) -> None:
+    """Add a record of a run that does not train now after those of its step and of earlier ones.
+
+    Raises MetricsError for damaged records, and OSError if the file cannot be written.
+    """
+    path = folder / FILE_NAME
+    records = read_metrics(folder) if path.exists() else []
+    later = [each for each in records if each["step"] > record["step"]]
+    records = [each for each in records if each["step"] <= record["step"]]
+    write_atomically(path, "".join(f"{_to_json(each)}\n" for each in [*records, record, *later]))
+
+
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The records of a run, oldest first; a truncated last line, as a killed process leaves it, is ignored.
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from moe_jax.cli import convert, generate, launch, measure, plan, report, train
+from moe_jax.cli import convert, evaluate, generate, launch, measure, plan, report, train
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,6 +25,7 @@ def _script_main(name: str) -> None:
 
 COMMANDS: dict[str, Callable[[], None]] = {
     "train": train.main,
+    "evaluate": evaluate.main,
     "generate": generate.main,
     "convert": convert.main,
     "report": report.main,

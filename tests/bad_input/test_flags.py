@@ -203,6 +203,8 @@ def test_a_plan_that_could_not_be_written_is_not_made(
         ("train --config tiny.yaml --steps=3", "unrecognized arguments: --steps=3"),
         ("train --num-processes=two", "argument --num-processes: invalid int value: 'two'"),
         ("generate", "the following arguments are required: --run"),
+        ("evaluate", "the following arguments are required: RUN, section.key=value"),
+        ("evaluate run --batches=x", "argument --batches: invalid int value: 'x'"),
         ("generate --run full --tokens=x", "argument --tokens: invalid int value: 'x'"),
         ("launch", "the following arguments are required: --processes"),
         ("train --config ''", "argument --config: '' names no file or folder"),

@@ -72,6 +72,8 @@ def test_a_url_that_names_nothing_in_a_bucket_is_refused(url: str, reason: str) 
         ("train --config tiny.yaml data.path={}", "data.path={}"),
         ("train --config tiny.yaml train.init_from={}", "train.init_from={}"),
         ("generate --run {}", "argument --run: {}"),
+        ("evaluate {}", "argument RUN: {}"),
+        ("evaluate run --data {}", "argument --data: {}"),
         ("report {}", "RUN {}"),
         ("report --compile v5p:2x2x2 --config {}", "--config {}"),
         ("convert export {} --out model", "argument source: {}"),

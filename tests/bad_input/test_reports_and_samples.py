@@ -35,6 +35,18 @@ NO_RUNS = [
         "--temperature=-1.0 must be at least 0",
     ),
     (
+        "evaluate: a missing run",
+        "evaluate runn",
+        "config file runn does not exist: name a YAML file, or the folder of a run",
+    ),
+    (
+        "evaluate: a config is no run",
+        "evaluate tiny.yaml",
+        "run tiny.yaml has no checkpoint: train it first, or name another run folder",
+    ),
+    ("evaluate: no batches", "evaluate full --batches 0", "--batches=0 must be at least 1"),
+    ("evaluate: a step before the first one", "evaluate full --step=-1", "--step=-1 must be at least 0"),
+    (
         "report: nothing named",
         "report",
         "nothing to report on: name the folder of a run, or --compile TARGET --config FILE",

@@ -295,6 +295,7 @@ def test_a_run_whose_config_is_lost_is_neither_resumed_nor_sampled(
 ) -> None:
     damage(run)
     assert_refused("generate --run run", reason)
+    assert_refused("evaluate run", reason)
     resumed = f"log.dir=run has checkpoints, but not the config of their model ({reason}): use another log.dir"
     assert_refused("train --config tiny.yaml", resumed)
 
@@ -302,7 +303,7 @@ def test_a_run_whose_config_is_lost_is_neither_resumed_nor_sampled(
 def test_a_file_in_the_place_of_the_checkpoints_is_no_new_run(run: Path, assert_refused: Refusal) -> None:
     remove("checkpoints")(run)
     write("checkpoints", "")(run)
-    for line in ("train --config tiny.yaml", "generate --run run"):
+    for line in ("train --config tiny.yaml", "generate --run run", "evaluate run"):
         assert_refused(line, "run/checkpoints is not a folder: remove it, or use another log.dir")
 
 

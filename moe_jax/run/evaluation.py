@@ -1,0 +1,194 @@
+"""The loss of a run's checkpoint on texts: the run's own validation text, or any other one."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import jax
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from moe_jax.checkpoint.compatibility import check_same_run
+from moe_jax.checkpoint.load import load_step
+from moe_jax.config import Config, DataConfig, MigrationConfig
+from moe_jax.config.layer_layout import Stages
+from moe_jax.config.validate import check_batch_split, check_expert_split
+from moe_jax.config.yaml_io import load_config
+from moe_jax.data.evaluation import Batch, all_batches, spread_batches, text_bytes
+from moe_jax.data.mixture import Mixture
+from moe_jax.data.samples import Samples
+from moe_jax.data.sources import open_tokens, source_tokenizer
+from moe_jax.data.token_marks import num_targets
+from moe_jax.data.tokenizer import Tokenizer
+from moe_jax.distributed.processes import is_main_process
+from moe_jax.errors import ConfigError
+from moe_jax.models.stages import in_order, stored, stored_shapes
+from moe_jax.parallel.mesh import batch_shards, make_mesh
+from moe_jax.parallel.trees import Params
+from moe_jax.run.choose_exchange import with_fastest_exchange
+from moe_jax.run.choose_grouped_matmul import with_fastest_product
+from moe_jax.run.validation import loss_metrics, mean
+from moe_jax.step.compile import batch_shape, config_at
+from moe_jax.step.compile_cache import compiled
+from moe_jax.step.moving_average import evaluated
+from moe_jax.step.trainer import Trainer, make_trainer
+
+
+class Text(NamedTuple):
+    """A text to evaluate on."""
+
+    name: str  # in metrics
+    samples: Samples
+    tokenizer: Tokenizer | None  # None: the bytes of its text are not known
+
+
+class Result(NamedTuple):
+    """The loss on a text."""
+
+    name: str
+    loss: float  # nats per predicted token
+    tokens: int  # predicted
+    text_bytes: int | None = None  # of the predicted tokens' text; None: not known
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss), infinite if it is beyond a float."""
+        return math.exp(self.loss) if self.loss < math.log(1e300) else math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits per byte of UTF-8 text; None if the bytes are not known."""
+        return self.loss * self.tokens / math.log(2) / self.text_bytes if self.text_bytes else None
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The values by their names in metrics."""
+        bits = {} if self.bits_per_byte is None else {"bits_per_byte": self.bits_per_byte}
+        return {"loss": self.loss, "perplexity": self.perplexity, **bits, "tokens": self.tokens}
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """The parameters of a run after a step, or their moving average, on a mesh."""
+
+    config: Config  # as in that step
+    mesh: Mesh
+    step: int
+    params: Params
+
+    @classmethod
+    def load(cls, config: Config, run: Path, average: bool, step: int | None) -> "Checkpoint":
+        """Load the checkpoint of a step, or the newest one, onto the config's mesh. All processes call it.
+
+        The config may differ from the run's in all that does not define the model. Raises UserError.
+        """
+        optimizer = config.optimizer if average else dataclasses.replace(config.optimizer, ema_decay=None)
+        config = dataclasses.replace(config, optimizer=optimizer, migration=MigrationConfig())
+        check_same_run(config, run, ignore_data_order=True, ignore_stages=True)
+        mesh = make_mesh(config.mesh)
+        check_expert_split(config, mesh.shape)
+        check_batch_split(config, batch_shards(mesh))
+        config = with_fastest_product(with_fastest_exchange(config, mesh), mesh)
+        shapes = evaluated(make_trainer(config_at(config, 1), mesh).state_shapes)
+        found, params = _in_stages(config, run, shapes, average, step)
+        return cls(config_at(config, max(found, 1)), mesh, found, params)
+
+    def loss_of(self, config: Config) -> Callable[[Batch], float]:
+        """Compile the evaluation of a config with the model of this one. Returns the mean loss of a batch."""
+        trainer: Trainer = make_trainer(config, self.mesh)
+        shape = batch_shape(config, self.mesh)
+        program = compiled(trainer.evaluate.lower(evaluated(trainer.state_shapes), shape, None))
+
+        def loss(batch: Batch) -> float:
+            placed = jax.make_array_from_callback(shape.shape, shape.sharding, lambda index: batch[index])
+            return float(program(self.params, placed, None))
+
+        return loss
+
+
+def _in_stages(config: Config, run: Path, shapes: Any, average: bool, step: int | None) -> tuple[int, Params]:
+    """The step and the parameters of a checkpoint, whose blocks may lie in the order of another number of stages."""
+    saved, own = Stages.of(load_config(run)), Stages.of(config)
+    if saved.layout == own.layout:
+        return load_step(run, shapes, average, step)
+    if config.mesh.pipeline > 1:
+        raise ConfigError(
+            f"mesh.pipeline={config.mesh.pipeline} with schedule.virtual_stages={config.schedule.virtual_stages} is "
+            f"not how run {run} was trained: use its own settings, or mesh.pipeline=1"
+        )
+    there = jax.tree.map(
+        lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own.sharding), stored_shapes(saved), shapes
+    )
+    found, params = load_step(run, there, average, step)
+    move = jax.jit(lambda tree: stored(in_order(tree, saved), own), out_shardings=jax.tree.map(_sharding, shapes))
+    return found, cast(Params, move(params))
+
+
+def _sharding(shape: Any) -> Any:
+    return shape.sharding
+
+
+def evaluate_validation(checkpoint: Checkpoint, count: int | None) -> list[Result]:
+    """Return the loss on the validation text of the run's data, then that of each source of a mixture.
+
+    `count` is the number of batches of each source, None for all of its text. With `train.eval_batches` on the run's
+    own mesh, the program and the batches are those of validation during training, so its loss is the same. Raises
+    DataError.
+    """
+    config = checkpoint.config
+    data, names = config.data, [source.label for source in config.data.sources]
+    opened = open_tokens(data, config.model.vocab_size)
+    samples = [Samples.of(tokens, "validation", data) for tokens in opened]
+    texts = [
+        Text(f"validation/{name}" if names else "validation", each, source_tokenizer(data, number))
+        for number, (name, each) in enumerate(zip(names or ["validation"], samples, strict=True))
+    ]
+    results = evaluate_texts(checkpoint, texts, count)
+    if not names:
+        return results
+    weights = Mixture.of(data, config.train.batch_size, config.train.seed).weights_at(max(checkpoint.step, 1))
+    losses = loss_metrics([result.loss for result in results], weights, names)
+    return [Result("validation", losses["validation_loss"], sum(each.tokens for each in results)), *results]
+
+
+def evaluate_texts(checkpoint: Checkpoint, texts: Sequence[Text], count: int | None) -> list[Result]:
+    """Return the loss on each text, over at most `count` batches spread evenly, or over all tokens.
+
+    All tokens are those of a text if `count` is None, or if it does not fill a batch. Raises DataError.
+    """
+    size = checkpoint.config.train.batch_size
+    compile_once = functools.cache(checkpoint.loss_of)
+    results = []
+    for text in texts:
+        if count is None or len(text.samples) < size:
+            config, batches = _with_padding(checkpoint.config), all_batches(text.samples, size)
+        else:
+            config, batches = checkpoint.config, spread_batches(text.samples, size, count)
+        results.append(_evaluate(text, batches, compile_once(config), counts_all=not config.data.mask_documents))
+    return results
+
+
+def _evaluate(text: Text, batches: Iterable[Batch], loss_of: Callable[[Batch], float], counts_all: bool) -> Result:
+    losses, weights, tokens, found_bytes = [], [], 0, 0
+    for batch in tqdm(batches, unit="batch", desc=text.name, disable=None if is_main_process() else True, leave=False):
+        targets = num_targets(batch)
+        losses.append(loss_of(batch))
+        weights.append(1 if counts_all else targets)  # as in validation during training
+        tokens += targets
+        found_bytes += text_bytes(batch, text.tokenizer) if text.tokenizer else 0
+    return Result(text.name, mean(losses, weights), tokens, found_bytes or None)
+
+
+def _with_padding(config: Config) -> Config:
+    """The config with a step that does not count padding. Documents are marked only in tokens that have such marks."""
+    data = dataclasses.replace(config.data, mask_documents=True, sources=(), path=DataConfig.path)
+    kernel = "auto" if config.train.attention_kernel == "cudnn" else config.train.attention_kernel
+    return dataclasses.replace(config, data=data, train=dataclasses.replace(config.train, attention_kernel=kernel))
+
+
+def metrics_of(results: Sequence[Result]) -> Mapping[str, float]:
+    """Return the values of all results by their names in a run's metrics: `evaluation/NAME/VALUE`."""
+    return {f"evaluation/{result.name}/{name}": value for result in results for name, value in result.values.items()}

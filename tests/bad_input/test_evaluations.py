@@ -1,0 +1,61 @@
+"""Evaluations of a trained run that are refused."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.bad_input.cases import Refusal, cases, remove
+
+REFUSED = [
+    ("a step that was not saved", "--step 3", "run run has no checkpoint of step 3: name one of 2, 4"),
+    (
+        "no average",
+        "--ema",
+        "--ema: run run has optimizer.ema_decay=null, so no average: leave out --ema",
+    ),
+    ("a missing text", "--data txet.txt", "--data=txet.txt does not exist: did you mean text.txt?"),
+    (
+        "a page",
+        "--data page.html",
+        "--data=page.html is no folder, .txt, .jsonl or .parquet file: prepare it with scripts/prepare_text.py",
+    ),
+    ("an empty text", "--data empty.txt", "--data=empty.txt has 0 tokens, too few to predict one: give more text"),
+    ("text that is not UTF-8", "--data latin1.txt", "latin1.txt is not UTF-8 text: convert it, e.g. with iconv"),
+    (
+        "broken lines",
+        "--data broken.jsonl",
+        "broken.jsonl, line 2 is not JSON (Expecting value: line 2 column 1 (char 10)): repair or remove it",
+    ),
+    (
+        "two texts of one name",
+        "--data text.txt --data ./text.txt",
+        "--data names several texts text.txt, as results would be called: evaluate one at a time",
+    ),
+    (
+        "tokens of another tokenizer",
+        "--data bpe",
+        "data.path=bpe has tokens of its own tokenizer.json, and run run was trained on bytes: name a text that was "
+        "prepared with the run's",
+    ),
+    (
+        "another model",
+        "model.hidden_size=32",
+        "model.hidden_size=32, but the checkpoints in log.dir=run have model.hidden_size=16: use model.hidden_size=16, "
+        "or another log.dir",
+    ),
+    ("a file in the way", "--json file/found.json", "file: Not a directory: name another file or folder"),
+]
+
+
+@pytest.mark.usefixtures("run")
+@pytest.mark.parametrize(("words", "message"), cases(REFUSED))
+def test_an_evaluation_that_cannot_be_is_refused(words: str, message: str, assert_refused: Refusal) -> None:
+    assert_refused(f"evaluate run {words}", message)
+
+
+def test_a_damaged_checkpoint_that_was_asked_for_is_told(run: Path, assert_refused: Refusal) -> None:
+    remove("checkpoints/4/record")(run)
+    assert_refused(
+        "evaluate run --step 4",
+        "checkpoint run/checkpoints/4 is damaged (record/metadata is missing): name another step",
+    )
