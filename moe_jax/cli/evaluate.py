@@ -1,26 +1,24 @@
-"""The command that evaluates a run's checkpoint: its loss on texts.
+"""The command that evaluates a run's checkpoint: its loss on texts, and tasks of lm-eval.
 
-python -m moe_jax.evaluate RUN [--data TEXT] [--step N] [--ema] [--json FILE] [section.key=value …]
+python -m moe_jax.evaluate RUN [--data TEXT] [--tasks NAME,NAME] [--step N] [--ema] [--json FILE] [section.key=value …]
 
-Without --data the text is the validation part of the run's own data. Results are printed, and added to the run's
-metrics, so that its report shows them.
+Without --data and --tasks the text is the validation part of the run's own data. Results are printed, and added to the
+run's metrics, so that its report shows them.
 """
 
 import argparse
-import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import jax
+
+from moe_jax.checkpoint.compatibility import check_same_run
 from moe_jax.checkpoint.files import steps_of
 from moe_jax.config import Config
 from moe_jax.config.ranges import ANY, Range, check_number
 from moe_jax.config.yaml_io import load_config
-from moe_jax.data.evaluation import text_samples
-from moe_jax.data.samples import Samples
-from moe_jax.data.sources import open_tokens
-from moe_jax.data.tokenizer import Tokenizer
-from moe_jax.data.tokens import BPE_FILE, find_data
 from moe_jax.distributed import processes
 from moe_jax.distributed.failures import fail_fast, run_and_exit
 from moe_jax.errors import CheckpointError, CommandParser, ConfigError
@@ -29,11 +27,18 @@ from moe_jax.files.local_copy import local_path, upload
 from moe_jax.files.places import output_file, place
 from moe_jax.measure.provenance import provenance
 from moe_jax.paths import shown
-from moe_jax.run.evaluation import Checkpoint, Result, Text, evaluate_texts, evaluate_validation, metrics_of
+from moe_jax.run.evaluation import Checkpoint, Result, evaluate_texts, evaluate_validation
 from moe_jax.run.evaluation_record import finite_or_null, record_evaluation
-from moe_jax.run.model_tokenizer import check_tokens_of_run, tokenizer_of_run
+from moe_jax.run.evaluation_texts import open_texts
+from moe_jax.run.generation import load_on_one_device
+from moe_jax.run.harness import TaskResult, load_tasks, run_tasks
+from moe_jax.run.harness_model import HarnessModel
+from moe_jax.run.model_tokenizer import check_tokens_of_run, end_tokens, tokenizer_of_run
 
-_COLUMNS = ("text", "tokens", "nats per token", "perplexity", "bits per byte")
+_OF_TEXTS = ("text", "tokens", "nats per token", "perplexity", "bits per byte")
+_OF_TASKS = ("task", "metric", "value", "standard error")
+_STDERR = "_stderr"
+_BATCH_SIZE = 8
 
 
 def main() -> None:
@@ -47,25 +52,22 @@ def main() -> None:
     with fail_fast():
         if arguments.json and processes.is_main_process():
             check_writable(arguments.json)
-        texts = [_text(name, config, run) for name in arguments.data]
-        _check_names([text.name for text in texts])
-        if not texts:
-            check_tokens_of_run(config, run, config.data)
-        checkpoint = Checkpoint.load(config, run, arguments.ema, arguments.step)
-        if texts:
-            results = evaluate_texts(checkpoint, texts, arguments.batches)
-        else:
-            results = evaluate_validation(checkpoint, arguments.batches or config.train.eval_batches)
-        problem = record_evaluation(config, run, checkpoint.step, metrics_of(results), _options(arguments))
+        step, texts, tasks = _evaluate(arguments, config, run)
+        found = {text.name: text.values for text in texts} | {task.name: task.values for task in tasks}
+        problem = record_evaluation(config, run, step, found, _options(arguments))
         if not processes.is_main_process():
             return
-        which = "moving average of parameters" if arguments.ema else "parameters"
-        print(f"{shown(str(run))}, step {checkpoint.step}: {which}")
-        print(_table(results))
+        print(f"{shown(str(run))}, step {step}: {'moving average of parameters' if arguments.ema else 'parameters'}")
+        for rows in (
+            [_OF_TEXTS, *map(_text_row, texts)],
+            [_OF_TASKS, *(row for task in tasks for row in _task_rows(task))],
+        ):
+            if len(rows) > 1:
+                print(_table(rows))
         if problem:
             print(shown(f"the results are not added to the run's metrics: {problem}"))
         if arguments.json:
-            _write_json(arguments, checkpoint.step, results)
+            _write_json(arguments, step, found)
 
 
 def _arguments() -> argparse.Namespace:
@@ -78,7 +80,7 @@ def _arguments() -> argparse.Namespace:
         default=[],
         metavar="TEXT",
         help="a .txt, .jsonl or .parquet file, or a prepared folder, of which the validation part is used; may be "
-        "repeated (default: the validation part of the run's data)",
+        "repeated (default, without --tasks: the validation part of the run's data)",
     )
     parser.add_argument(
         "--batches",
@@ -91,49 +93,76 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ema", action="store_true", help="use the moving average of parameters (optimizer.ema_decay)")
     parser.add_argument("--json", type=place, metavar="FILE", help="write the results to this file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="e.g. mesh.expert=1")
+    tasks = parser.add_argument_group("tasks of lm-eval, on one device (pip install -e '.[eval]')")
+    tasks.add_argument("--tasks", type=_names, default=[], metavar="NAME[,NAME]", help="tasks or groups of tasks")
+    tasks.add_argument("--task-folder", type=Path, metavar="DIR", help="folder with more tasks, as YAML files")
+    tasks.add_argument("--limit", type=int, metavar="N", help="at most so many documents of each task")
+    tasks.add_argument("--fewshot", type=int, metavar="N", help="examples before each document (default: the task's)")
+    tasks.add_argument("--batch-size", type=int, metavar="N", help="sequences at a time (default: 8)")
     processes.add_arguments(parser)
     arguments = parser.parse_intermixed_args()
-    check_number("--batches", arguments.batches, Range(1, ANY))
-    check_number("--step", arguments.step, Range(0, ANY))
+    for name, least in (("batches", 1), ("step", 0), ("limit", 1), ("fewshot", 0), ("batch_size", 1)):
+        check_number(f"--{name.replace('_', '-')}", getattr(arguments, name), Range(least, ANY))
+    for name in ("task_folder", "limit", "fewshot", "batch_size"):
+        if not arguments.tasks and (value := getattr(arguments, name)) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')}={value} is for tasks: name some with --tasks, or drop it")
     arguments.json = arguments.json and output_file(arguments.json)
     return arguments
 
 
+def _names(text: str) -> list[str]:
+    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
+    if "" in names:
+        raise argparse.ArgumentTypeError(f"{text!r} has an empty name")
+    return names
+
+
 def _options(arguments: argparse.Namespace) -> str:
     """The options with which results are other ones, to be stored with them."""
-    batches = [] if arguments.batches is None else [f"--batches={arguments.batches}"]
-    return " ".join([*(["--ema"] if arguments.ema else []), *batches, *arguments.overrides])
+    numbers = [
+        f"--{name}={value}"
+        for name in ("batches", "limit", "fewshot")
+        if (value := getattr(arguments, name)) is not None
+    ]
+    return " ".join([*(["--ema"] if arguments.ema else []), *numbers, *arguments.overrides])
 
 
-def _text(given: str, config: Config, run: Path) -> Text:
-    """The text that --data names, encoded as the run's own. Raises DataError."""
-    path = find_data(given, "--data")
-    if not path.is_dir():
+def _evaluate(
+    arguments: argparse.Namespace, config: Config, run: Path
+) -> tuple[int, Sequence[Result], Sequence[TaskResult]]:
+    """The step of the checkpoint, and the results on texts and of tasks. What can be refused is before what lasts."""
+    manager = _task_manager(arguments) if arguments.tasks else None
+    texts = open_texts(arguments.data, config, run)
+    step, on_texts, of_tasks = 0, [], []
+    if texts or manager is None:
+        if not texts:
+            check_tokens_of_run(config, run, config.data)
+        checkpoint = Checkpoint.load(config, run, arguments.ema, arguments.step)
+        step, count = checkpoint.step, arguments.batches
+        if texts:
+            on_texts = evaluate_texts(checkpoint, texts, count)
+        else:
+            on_texts = evaluate_validation(checkpoint, count or config.train.eval_batches)
+    if manager is not None:
+        check_same_run(config, run, ignore_data_order=True)
         tokenizer = tokenizer_of_run(config, run)
-        _check_vocabulary(tokenizer, config, f"--data={path}")
-        return Text(path.name, text_samples(path, config.data, tokenizer, "--data"), tokenizer)
-    data = dataclasses.replace(config.data, path=str(path), sources=(), tokenizer="bytes", text_key="text")
-    tokenizer = check_tokens_of_run(config, run, data)
-    (tokens,) = open_tokens(data, config.model.vocab_size)
-    return Text(path.name, Samples.of(tokens, "validation", data), tokenizer)
+        step, params = load_on_one_device(config, run, arguments.ema, arguments.step)
+        ends = end_tokens(run, tokenizer)
+        model = HarnessModel(config, params, tokenizer, ends, arguments.batch_size or _BATCH_SIZE)
+        of_tasks = run_tasks(manager, arguments.tasks, model, arguments.limit, arguments.fewshot)
+    return step, on_texts, of_tasks
 
 
-def _check_names(names: Sequence[str]) -> None:
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"--data names several texts {name}, as results would be called: evaluate one at a time")
-
-
-def _check_vocabulary(tokenizer: Tokenizer, config: Config, given: str) -> None:
-    if tokenizer.vocab_size > config.model.vocab_size:
+def _task_manager(arguments: argparse.Namespace) -> Any:
+    if jax.process_count() > 1:
         raise ConfigError(
-            f"{given} is encoded with {tokenizer.vocab_size} tokens, more than model.vocab_size="
-            f"{config.model.vocab_size}: put the run's own {BPE_FILE} into its folder"
+            f"--tasks={','.join(arguments.tasks)} runs on one device, and there are {jax.process_count()} processes: "
+            "start one, with --distributed=off"
         )
+    return load_tasks(arguments.tasks, arguments.task_folder)
 
 
-def _table(results: Sequence[Result]) -> str:
-    rows = [_COLUMNS, *map(_row, results)]
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for name, *numbers in rows:
@@ -142,17 +171,25 @@ def _table(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def _row(result: Result) -> tuple[str, ...]:
+def _text_row(result: Result) -> tuple[str, ...]:
     bits = "" if result.bits_per_byte is None else f"{result.bits_per_byte:.4f}"
-    return shown(result.name), f"{result.tokens:,}", f"{result.loss:.4f}", f"{result.perplexity:.4g}", bits
+    return result.name, f"{result.tokens:,}", f"{result.loss:.4f}", f"{result.perplexity:.4g}", bits
 
 
-def _write_json(arguments: argparse.Namespace, step: int, results: Sequence[Result]) -> None:
+def _task_rows(task: TaskResult) -> Iterator[tuple[str, ...]]:
+    for metric, value in task.values.items():
+        name, colon, own_filter = metric.partition(":")
+        if not name.endswith(_STDERR):
+            error = task.values.get(f"{name}{_STDERR}{colon}{own_filter}")
+            yield task.name, metric, f"{value:.4f}", "" if error is None else f"{error:.4f}"
+
+
+def _write_json(arguments: argparse.Namespace, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
     found = {
         "run": shown(str(arguments.run)),
         "step": step,
         "options": _options(arguments),
-        "results": {result.name: result.values for result in results},
+        "results": results,
         "provenance": provenance(),
     }
     write_atomically(arguments.json, json.dumps(finite_or_null(found), indent=2) + "\n")

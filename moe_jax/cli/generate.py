@@ -10,14 +10,8 @@ Speed is reported on stderr.
 import argparse
 import json
 import sys
-from pathlib import Path
-
-import jax
 
 from moe_jax.checkpoint.compatibility import check_same_run
-from moe_jax.checkpoint.load import load_params
-from moe_jax.config import Config
-from moe_jax.config.layer_layout import Stages
 from moe_jax.config.ranges import SAMPLED, SEEDS, Range, check_number
 from moe_jax.config.yaml_io import load_config
 from moe_jax.data.chat_template import ChatTemplate
@@ -26,10 +20,7 @@ from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.files.local_copy import local_path
 from moe_jax.files.places import place
 from moe_jax.models.sampling import Sampling
-from moe_jax.models.stages import stored_shapes
-from moe_jax.parallel.sharding import REPLICATED
-from moe_jax.parallel.trees import Params
-from moe_jax.run.generation import one_device_mesh
+from moe_jax.run.generation import Decoder, load_on_one_device
 from moe_jax.run.model_tokenizer import end_tokens, tokenizer_of_run
 from moe_jax.run.prompts import Prompt, read_prompts
 from moe_jax.run.text_generation import TextGenerator, TextSettings
@@ -47,7 +38,9 @@ def main() -> None:
     tokenizer, template = tokenizer_of_run(config, arguments.run), _template_of(arguments)
     settings, prompt = _settings_of(arguments, tokenizer), arguments.prompt
     prompts = read_prompts(local_path(arguments.prompts), arguments.chat, arguments.system) if arguments.prompts else []
-    generator = TextGenerator(config, _load(config, arguments.run, arguments.ema), tokenizer, settings, template)
+    _, params = load_on_one_device(config, arguments.run, arguments.ema)
+    decoder = Decoder(config, params, settings.sampling)
+    generator = TextGenerator(config, decoder, tokenizer, settings, template)
     if prompts:
         for line in generator.continued(prompts, arguments.batch_size):
             print(json.dumps(line, ensure_ascii=False), flush=True)
@@ -109,16 +102,6 @@ def _settings_of(arguments: argparse.Namespace, tokenizer: Tokenizer) -> TextSet
         ends=frozenset() if arguments.ignore_eos else end_tokens(arguments.run, tokenizer),
         stops=tuple(arguments.stop),
     )
-
-
-def _load(config: Config, run: Path, average: bool) -> Params:
-    """Return the parameters of the newest checkpoint, or their average, on one device. Raises UserError."""
-    placed = jax.sharding.NamedSharding(one_device_mesh(), REPLICATED)
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), stored_shapes(Stages.of(config))
-    )
-    params: Params = load_params(run, shapes, average)
-    return params
 
 
 def _print_stream(generator: TextGenerator, prompt: Prompt) -> str:

@@ -1,7 +1,7 @@
 """Text sampling with cached keys and values or latents: the prompt at once, then one token after another.
 
-Runs inside `shard_map` over one device. B sequences of different lengths, N further tokens of each, K tokens of one
-call, S slots of the cache, D model width, V vocabulary, T = B·N.
+Runs inside `shard_map` over one device. B sequences of different lengths, N further tokens of each, K tokens or pieces
+of one call, S slots of the cache, D model width, V vocabulary, T = B·N.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from moe_jax.config import ModelConfig
 from moe_jax.config.layer_layout import Segment, segments
@@ -89,6 +89,41 @@ def decode(
 
     state, token_KB = jax.lax.scan(step, state, length=steps)
     return token_KB.T, state
+
+
+def score(
+    params: Any,
+    input_BN: Int[Array, "B N"],
+    target_BN: Int[Array, "B N"],
+    *,
+    model: ModelConfig,
+    compute: ComputeConfig,
+) -> tuple[Float[Array, "B N"], Bool[Array, "B N"]]:
+    """Return the log-probability of each target after the inputs up to it, and whether it is the likeliest token.
+
+    N and experts are as in `prefill`, so no token depends on later ones or on other sequences. The logits of one piece
+    of one sequence are in memory at a time.
+    """
+    model = _dropless(model)
+    batch, tokens = input_BN.shape
+    piece = min(tokens, PREFILL_PIECE)
+
+    def score_sequence(sequence: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        x_nD, target_n = sequence
+        logit_nV = unembed(params, x_nD[None], model)[0]
+        log_prob_nV = jax.nn.log_softmax(logit_nV)
+        return jnp.take_along_axis(log_prob_nV, target_n[:, None], axis=1)[:, 0], logit_nV.argmax(axis=1) == target_n
+
+    def score_piece(cache: Cache, number: jax.Array) -> tuple[Cache, tuple[jax.Array, jax.Array]]:
+        input_Bn, target_Bn = (
+            jax.lax.dynamic_slice_in_dim(each, number * piece, piece, axis=1) for each in (input_BN, target_BN)
+        )
+        x_BnD, cache = _extend(params, cache, input_Bn, jnp.full(batch, number * piece), model, compute)
+        return cache, jax.lax.map(score_sequence, (x_BnD, target_Bn))
+
+    _, pieces_KBn = jax.lax.scan(score_piece, _first_cache(model, batch, tokens, compute), jnp.arange(tokens // piece))
+    log_prob_BN, is_likeliest_BN = (jnp.moveaxis(each, 0, 1).reshape(batch, tokens) for each in pieces_KBn)
+    return log_prob_BN, is_likeliest_BN
 
 
 def _first_cache(model: ModelConfig, batch: int, slots: int, compute: ComputeConfig) -> Cache:

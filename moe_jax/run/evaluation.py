@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -187,8 +187,3 @@ def _with_padding(config: Config) -> Config:
     data = dataclasses.replace(config.data, mask_documents=True, sources=(), path=DataConfig.path)
     kernel = "auto" if config.train.attention_kernel == "cudnn" else config.train.attention_kernel
     return dataclasses.replace(config, data=data, train=dataclasses.replace(config.train, attention_kernel=kernel))
-
-
-def metrics_of(results: Sequence[Result]) -> Mapping[str, float]:
-    """Return the values of all results by their names in a run's metrics: `evaluation/NAME/VALUE`."""
-    return {f"evaluation/{result.name}/{name}": value for result in results for name, value in result.values.items()}

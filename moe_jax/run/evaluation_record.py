@@ -14,12 +14,17 @@ from moe_jax.run.run_dir import lock_run_dir
 from moe_jax.telemetry.run_log import insert_record
 
 
-def record_evaluation(config: Config, run: Path, step: int, values: Mapping[str, float], options: str) -> str:
-    """Add values of a step, and the options they were found with, to a run's metrics.jsonl. All processes call it.
+def record_evaluation(
+    config: Config, run: Path, step: int, results: Mapping[str, Mapping[str, float]], options: str
+) -> str:
+    """Add results of a step, and the options they were found with, to a run's metrics.jsonl. All processes call it.
+
+    A value is called `evaluation/NAME/VALUE`, with the name of the text or task.
 
     Returns why that was not possible, for a message; empty if it was. A run that trains now keeps its file to itself.
     """
     own = dataclasses.replace(config, log=dataclasses.replace(config.log, dir=place_of(run)))
+    values = {f"evaluation/{name}/{key}": value for name, own in results.items() for key, value in own.items()}
     tokens = step * config.train.batch_size * config.data.seq_len
     try:
         with lock_run_dir(own):

@@ -9,19 +9,23 @@ import functools
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
+from numpy.typing import NDArray
 
+from moe_jax.checkpoint.load import load_step
 from moe_jax.config import Config, MeshConfig
 from moe_jax.config.layer_layout import Stages
-from moe_jax.models.decode import PREFILL_PIECE, DecodeState, decode, prefill
+from moe_jax.models.decode import PREFILL_PIECE, DecodeState, decode, prefill, score
 from moe_jax.models.sampling import Sampling
-from moe_jax.models.stages import in_order
+from moe_jax.models.stages import in_order, stored_shapes
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.mesh import found_devices, make_mesh
 from moe_jax.parallel.sharding import REPLICATED
+from moe_jax.parallel.trees import Params
 
 _STEPS = 8  # tokens of each row that one call draws
 _FEWEST = 16  # slots
@@ -32,6 +36,18 @@ def one_device_mesh() -> jax.sharding.Mesh:
     """A mesh of this process's first device; all axes have size 1."""
     found_devices()
     return make_mesh(MeshConfig(), jax.local_devices()[:1])
+
+
+def load_on_one_device(config: Config, run: Path, average: bool, step: int | None = None) -> tuple[int, Params]:
+    """Return the step and the parameters of a run's checkpoint (the newest one), or their moving average.
+
+    Raises UserError.
+    """
+    placed = jax.sharding.NamedSharding(one_device_mesh(), REPLICATED)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), stored_shapes(Stages.of(config))
+    )
+    return load_step(run, shapes, average, step)
 
 
 @dataclass
@@ -88,6 +104,11 @@ class Decoder:
         """Draw further tokens [rows, steps]."""
         tokens, state = self._run(decode, {"steps": _STEPS}, state)
         return np.asarray(tokens), state
+
+    def score(self, input_BN: NDArray[np.int32], target_BN: NDArray[np.int32]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the log-probability [B, N] of each target, and whether it is the likeliest token."""
+        log_prob_BN, is_likeliest_BN = self._run(_score, {}, input_BN, target_BN)
+        return np.asarray(log_prob_BN), np.asarray(is_likeliest_BN)
 
     def _run(self, function: Callable[..., Any], settings: dict[str, int], *arguments: Any) -> Any:
         leaves = jax.tree.leaves(arguments)
@@ -181,6 +202,11 @@ def _prefill(
     """Call `prefill` with a key for each prompt, by its number."""
     key_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), number_B)
     return prefill(params, prompt_BN, length_B, key_B, drawn_B, **settings)
+
+
+def _score(params: Any, input_BN: jax.Array, target_BN: jax.Array, *, sampling: Sampling, **settings: Any) -> Any:
+    """Call `score`, which draws nothing."""
+    return score(params, input_BN, target_BN, **settings)
 
 
 def shape_above(tokens: int) -> int:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from moe_jax.config import Config
 from moe_jax.data.chat_template import ChatTemplate
@@ -26,18 +25,21 @@ class TextSettings:
 
 
 class TextGenerator:
-    """A model on one device with its tokenizer, and its chat template if it has one."""
+    """A model on one device with its tokenizer, and its chat template if it has one.
+
+    The decoder draws by the sampling of the settings.
+    """
 
     def __init__(
         self,
         config: Config,
-        params: Any,
+        decoder: Decoder,
         tokenizer: Tokenizer,
         settings: TextSettings,
         template: ChatTemplate | None = None,
     ):
         self._config, self._tokenizer, self._settings, self._template = config, tokenizer, settings, template
-        self._decoder = Decoder(config, params, settings.sampling)
+        self._decoder = decoder
         self._begun: list[Generation] = []
 
     def check(self, prompt: Prompt) -> None:
@@ -62,6 +64,14 @@ class TextGenerator:
                 self._advance(generation, texts)
             for prompt, row, text in zip(prompts[first:], generation.rows, texts, strict=False):
                 yield prompt.as_json | {"text": text.text, "tokens": len(row.new), "ended": row.ended}
+
+    def texts_after(self, prompts: Sequence[list[int]], batch_size: int) -> Iterator[str]:
+        """Yield the text after each prompt, which is given by its tokens."""
+        for first in range(0, len(prompts), batch_size):
+            generation, texts = self._begin(prompts[first : first + batch_size], first)
+            while not generation.is_done:
+                self._advance(generation, texts)
+            yield from (text.text for text in texts)
 
     def speed(self) -> str:
         """Return a line about the time that all texts took, compilation excluded."""

@@ -29,7 +29,7 @@ REFUSED = [
     (
         "two texts of one name",
         "--data text.txt --data ./text.txt",
-        "--data names several texts text.txt, as results would be called: evaluate one at a time",
+        "--data names two texts text.txt, which would share one result: evaluate one at a time",
     ),
     (
         "tokens of another tokenizer",
@@ -43,6 +43,12 @@ REFUSED = [
         "model.hidden_size=32, but the checkpoints in log.dir=run have model.hidden_size=16: use model.hidden_size=16, "
         "or another log.dir",
     ),
+    (
+        "tasks without lm-eval",
+        "--tasks arc_easy",
+        "--tasks=arc_easy needs lm-eval, and lm_eval is not installed: pip install -e '.[eval]'",
+    ),
+    ("a limit of no task", "--limit 3", "--limit=3 is for tasks: name some with --tasks, or drop it"),
     ("a file in the way", "--json file/found.json", "file: Not a directory: name another file or folder"),
 ]
 

@@ -68,7 +68,9 @@ def test_prompts_of_a_file_are_continued_in_batches(params, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "ab"}\n\n{"prompt": "abc"}\n{"prompt": "b"}\n')
     prompts = read_prompts(tmp_path / "a.jsonl", False, None)
 
-    generator = TextGenerator(CONFIG, params, ByteTokenizer(), TextSettings(Sampling(), 12))
+    generator = TextGenerator(
+        CONFIG, Decoder(CONFIG, params, Sampling()), ByteTokenizer(), TextSettings(Sampling(), 12)
+    )
 
     def lines(*stops: str) -> list[dict[str, object]]:
         generator._settings = TextSettings(Sampling(), 12, stops=stops)  # with the same programs

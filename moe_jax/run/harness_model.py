@@ -1,0 +1,143 @@
+"""A run with the methods of a model of lm-eval (EleutherAI's evaluation harness): text in, text or log-likelihoods out.
+
+Requests are objects with `args`, as lm-eval makes them; this module does not need the package.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from moe_jax.config import Config
+from moe_jax.data.tokenizer import Tokenizer
+from moe_jax.errors import ConfigError
+from moe_jax.models.sampling import Sampling
+from moe_jax.parallel.trees import Params
+from moe_jax.run.generation import Decoder
+from moe_jax.run.sample import check_prompt
+from moe_jax.run.scoring import Score, Span, scores, spans_of
+from moe_jax.run.text_generation import TextGenerator, TextSettings
+
+_TOKENS = 256  # the most that are generated, if a task does not say
+_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "min_p"}
+
+
+class Request(Protocol):
+    """A request of lm-eval."""
+
+    @property
+    def args(self) -> tuple[Any, ...]: ...
+
+
+class _Ending(NamedTuple):
+    """How a text is generated and where it ends."""
+
+    sampling: Sampling
+    most_tokens: int
+    stops: tuple[str, ...]
+
+
+class HarnessModel:
+    """A model on one device with its tokenizer.
+
+    A text begins with the tokens that begin a document of the run's data. No token is dropped, whatever capacity the
+    model was trained with.
+    """
+
+    def __init__(
+        self, config: Config, params: Params, tokenizer: Tokenizer, ends: frozenset[int], batch_size: int, seed: int = 0
+    ):
+        """`ends` are the tokens that end a generated text."""
+        self._config, self._params, self._tokenizer = config, params, tokenizer
+        self._ends, self._batch_size, self._seed = ends, batch_size, seed
+        self._decoders: dict[Sampling, Decoder] = {}
+
+    def loglikelihood(self, requests: Sequence[Request]) -> list[Score]:
+        """Return the log-likelihood of each continuation after its context, and whether it is the greedy one.
+
+        `args` are the context, which may be empty, and the continuation. A context that is too long loses its
+        beginning. Raises ConfigError for a continuation that is longer than a context.
+        """
+        spans = [self._continuation(*request.args) for request in requests]
+        known = [span for span in spans if span.predicted]
+        found = iter(scores(self._decoder(Sampling()), known, self._batch_size))
+        return [next(found) if span.predicted else Score(0.0, True) for span in spans]
+
+    def loglikelihood_rolling(self, requests: Sequence[Request]) -> list[float]:
+        """Return the log-likelihood of each whole text, whose `args` are the text alone.
+
+        Each token is predicted once, in windows as long as the context; the last window has its full length, too.
+        """
+        spans_by_text = [
+            list(spans_of(self._encode(text), self._first_token, self._config.data.seq_len))
+            for (text,) in (request.args for request in requests)
+        ]
+        spans = [span for own in spans_by_text for span in own]
+        found = iter(scores(self._decoder(Sampling()), spans, self._batch_size))
+        return [sum(next(found).log_prob for _ in own) for own in spans_by_text]
+
+    def generate_until(self, requests: Sequence[Request]) -> list[str]:
+        """Return the text after each context, up to the first of the strings of `until`, which is not part of it.
+
+        `args` are the context and a mapping with `until`, `max_gen_toks`, and how tokens are drawn. Raises ConfigError
+        for others.
+        """
+        groups = defaultdict(list)
+        for number, request in enumerate(requests):
+            groups[self._ending(request.args[1])].append(number)
+        texts: dict[int, str] = {}
+        for (sampling, count, stops), numbers in groups.items():
+            settings = TextSettings(sampling, count, self._seed, self._ends, stops)
+            generator = TextGenerator(self._config, self._decoder(sampling), self._tokenizer, settings)
+            room = max(self._config.data.seq_len - count, 1)  # a longer context loses its beginning
+            contexts = {number: self._context(requests[number].args[0])[-room:] for number in numbers}
+            by_length = sorted(numbers, key=lambda number: -len(contexts[number]))
+            found = generator.texts_after([contexts[number] for number in by_length], self._batch_size)
+            texts |= dict(zip(by_length, found, strict=True))
+        return [texts[number] for number in range(len(requests))]
+
+    def _decoder(self, sampling: Sampling) -> Decoder:
+        if sampling not in self._decoders:
+            self._decoders[sampling] = Decoder(self._config, self._params, sampling)
+        return self._decoders[sampling]
+
+    @property
+    def _first_token(self) -> int:
+        """The token before a text: the last of those that begin one, or that which ends the text before it."""
+        return [self._tokenizer.end_of_text, *self._tokenizer.begin_of_text][-1]
+
+    def _encode(self, text: str) -> list[int]:
+        tokens = self._tokenizer.encode(text)
+        if tokens:
+            check_prompt(self._config, tokens)
+        return tokens
+
+    def _context(self, text: str) -> list[int]:
+        return [*self._tokenizer.begin_of_text, *self._encode(text)] or [self._first_token]
+
+    def _continuation(self, context: str, continuation: str) -> Span:
+        """The tokens of both. Spaces at the end of a context belong to the continuation, as tokenizers expect."""
+        spaces = len(context) - len(context.rstrip())
+        if spaces:
+            context, continuation = context[:-spaces], context[-spaces:] + continuation
+        before, whole = self._context(context), self._encode(context + continuation)
+        after = whole[len(self._encode(context)) :]
+        most = self._config.data.seq_len
+        if len(after) > most:
+            raise ConfigError(
+                f"a continuation of {len(after)} tokens is longer than data.seq_len={most}: set "
+                f"data.seq_len={len(after)}"
+            )
+        return Span([*before, *after][-(most + 1) :], len(after))
+
+    def _ending(self, options: Mapping[str, Any]) -> _Ending:
+        if unknown := options.keys() - _OPTIONS:
+            raise ConfigError(
+                f"generation_kwargs of a task has {min(unknown)}={options[min(unknown)]}, which is not known here: use "
+                f"{', '.join(sorted(_OPTIONS))}"
+            )
+        until = options.get("until") or ()
+        stops = (until,) if isinstance(until, str) else tuple(until)
+        draws = options.get("do_sample", options.get("temperature", 0) > 0)
+        temperature = float(options.get("temperature", 1.0)) if draws else 0.0
+        limits = (options.get(name) for name in ("top_k", "top_p", "min_p")) if draws else ()
+        return _Ending(Sampling(temperature, *limits), int(options.get("max_gen_toks", _TOKENS)), stops)
