@@ -40,6 +40,10 @@ READERS_OWN = {
     "> chats.jsonl && python -c \"import json; texts = open('my.txt').read().split('\\n\\n'); "
     "print('\\n'.join(json.dumps({'text': text}) for text in texts))\" > corpus.jsonl",
     "generate.md": """echo '{"prompt": "ROMEO:"}' > prompts.jsonl""",
+    "evaluate.md": "cp configs/text/shakespeare.txt my.txt && mkdir -p my_tasks && "
+    """echo '{"text": "To be, or not to be"}' > corpus.jsonl && """
+    """echo '{"question": "To be, or", "choices": [" not to be", "xqzv"], "answer": 0}' > my_tasks/lines.jsonl && """
+    "sed -n '/^# my_tasks/,/^```/{/^```/!p}' docs/evaluate.md > my_tasks/lines.yaml",
     "convert.md": "mkdir -p models && cp -r tests/golden/olmoe models/olmoe",
 }
 
@@ -53,6 +57,7 @@ class Need(NamedTuple):
 
 
 NEEDS = (
+    Need(r" --tasks ", "lm-eval, of the extra eval", "python -c 'import lm_eval'"),
     Need(r"\b(ADDRESS|NAME|ZONE|FOLDER)\b", "a name of the reader's own", "false"),
     Need(r"=…|export MOE_JAX_TOKEN", "a secret of the reader's own", "false"),
     Need(r"test\.sh", "the time of the whole suite: continuous integration runs this line", "false"),

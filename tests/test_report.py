@@ -21,7 +21,7 @@ from moe_jax.report.load_plots import experts_svg, ranks_svg
 from moe_jax.report.loads import loads_of
 from moe_jax.report.plots import MAX_POINTS, PlotLine, curves_svg, thin
 from moe_jax.report.style import CSS
-from moe_jax.telemetry.run_log import RunLog
+from moe_jax.telemetry.run_log import RunLog, insert_record
 
 EVERYWHERE = ["Key numbers", "Loss", "Optimisation", "Speed"]
 SECTIONS = [*EVERYWHERE, "Balance", "Expert load", "Sample", "Config", "Provenance"]
@@ -193,6 +193,22 @@ def test_run_that_was_only_evaluated_has_a_page(tmp_path: Path) -> None:
     with RunLog(tmp_path, 0, 10, tokens_per_step=64, tensorboard=False, quiet=False) as log:
         log.write({"step": 0, "validation_loss": 5.5})
     assert Page(write_report(tmp_path)).texts["h2"] == ["Key numbers", "Loss"]
+
+
+def test_evaluations_are_listed_by_step_text_and_options(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    for loss, options in ((9.0, ""), (2.5, ""), (2.4, "--ema")):  # the first one is repeated
+        values = {"evaluation/a.txt/loss": loss, "evaluation/a.txt/tokens": 1200, "evaluation_options": options}
+        insert_record(tmp_path, {"step": 20, **values})
+    insert_record(tmp_path, {"step": 60, "evaluation/validation/web/loss": math.nan})
+    page = Page(write_report(tmp_path))
+    assert page.texts["h2"] == ["Key numbers", "Evaluations", *SECTIONS[1:6]]
+    assert re.findall(r"<td>(a.txt|validation/web)</td><td>([^<]*)</td><td>([^<]*)</td>", page.source) == [
+        ("a.txt", "loss 2.5, tokens 1,200", ""),
+        ("a.txt", "loss 2.4, tokens 1,200", "--ema"),
+        ("validation/web", "loss not finite", ""),
+    ]
+    assert page.row("Tokens seen") == ["492k", "in 60 steps"]
 
 
 def test_diverged_run_says_so(tmp_path: Path) -> None:

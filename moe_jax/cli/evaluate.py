@@ -25,7 +25,7 @@ from moe_jax.errors import CheckpointError, CommandParser, ConfigError
 from moe_jax.files.atomic import check_writable, write_atomically
 from moe_jax.files.local_copy import local_path, upload
 from moe_jax.files.places import output_file, place
-from moe_jax.measure.provenance import provenance
+from moe_jax.measure.provenance import package_version, provenance
 from moe_jax.paths import shown
 from moe_jax.run.evaluation import Checkpoint, Result, evaluate_texts, evaluate_validation
 from moe_jax.run.evaluation_record import finite_or_null, record_evaluation
@@ -190,7 +190,7 @@ def _write_json(arguments: argparse.Namespace, step: int, results: Mapping[str, 
         "step": step,
         "options": _options(arguments),
         "results": results,
-        "provenance": provenance(),
+        "provenance": provenance() | ({"lm-eval": package_version("lm-eval")} if arguments.tasks else {}),
     }
     write_atomically(arguments.json, json.dumps(finite_or_null(found), indent=2) + "\n")
     upload(arguments.json.parent)

@@ -1,5 +1,6 @@
 """The evaluations in a run's records: what `python -m moe_jax.evaluate` has added to them."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,4 +39,4 @@ def _values_text(values: Mapping[str, Any]) -> str:
 def _value_text(value: object) -> str:
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:.4g}" if isinstance(value, float) else "not finite" if value is None else str(value)
+    return f"{value:.4g}" if isinstance(value, float) and math.isfinite(value) else "not finite"

@@ -48,6 +48,7 @@ OTHER = {
         "| | |": SETTING,
         "| `model_type` |": SETTING,
     },
+    "evaluate.md": {"| option |": SETTING},
     "exchange.md": {
         "| `exchange.algorithm` |": SETTING,
         "| mesh |": SETTING,

@@ -16,6 +16,7 @@ from moe_jax.telemetry.run_log import (
     format_line,
     human_count,
     human_seconds,
+    insert_record,
     read_metrics,
     write_atomically,
 )
@@ -204,6 +205,22 @@ def test_last_line_without_its_newline_does_not_swallow_the_next_record(tmp_path
     path.write_text(path.read_text().rstrip("\n"))
     write_steps(tmp_path, range(3, 4), start_step=2)
     assert steps_of(tmp_path) == [1, 2, 3]
+
+
+def test_an_inserted_record_is_after_those_of_its_step(tmp_path: Path) -> None:
+    """And goes when a run resumes from an earlier one. A torn last line goes with it."""
+    write_steps(tmp_path, range(1, 4))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    insert_record(tmp_path, {"step": 2, "value": float("inf")})
+    assert [(record["step"], "value" in record) for record in read_metrics(tmp_path)] == [
+        *((1, False), (2, False), (2, True), (3, False)),
+    ]
+    assert read_metrics(tmp_path)[2]["value"] == float("inf")
+    write_steps(tmp_path, range(2, 3), start_step=1)
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
+    insert_record(tmp_path / "new", {"step": 0, "value": 1.0})
+    assert read_metrics(tmp_path / "new") == [{"step": 0, "value": 1.0}]
 
 
 def test_nan_and_infinity_are_strict_json_and_come_back(tmp_path: Path) -> None:
