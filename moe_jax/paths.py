@@ -7,10 +7,11 @@ import re
 SETTINGS = frozenset(
     {
         *("data.path", "data.tokenizer", "train.init_from", "log.dir", "checkpoint.safety_copies_dir"),
-        *("schedule.task_times", "tune.cache", "plan.cluster"),
+        *("schedule.task_times", "tune.cache", "plan.cluster", "train.record_routing", "train.replay_routing"),
     }
 )
-BUCKET_SETTINGS = SETTINGS - {"checkpoint.safety_copies_dir", "tune.cache"}
+_HERE = {"checkpoint.safety_copies_dir", "tune.cache", "train.record_routing", "train.replay_routing"}
+BUCKET_SETTINGS = SETTINGS - _HERE
 # lists of settings, and the key of each item that names a file or a folder, also in a bucket
 _IN_LISTS = {"data.sources": "path"}
 _IN_LIST = re.compile(r"(.+)\[\d+\]\.(\w+)")  # data.sources[0].path

@@ -164,6 +164,36 @@ REFUSED = {
         "train.grouped_product=blocks+pallas must be auto or blocks or ragged or pallas or hopper or blackwell or "
         "megablox or tokamax, or three of them joined by +, as in blocks+ragged+pallas"
     ),
+    **{
+        f"train.{name}_routing={words}": f"train.{name}_routing={message}"
+        for name in ("record", "replay")
+        for words, message in (
+            (
+                "x model.moe.num_experts=0",
+                f"x is for routers, and model.moe.num_experts=0: use train.{name}_routing=null",
+            ),
+            (
+                "x mesh.pipeline=2",
+                "x is not for pipelines, and mesh.pipeline=2: use mesh.pipeline=1 without coscheduled passes",
+            ),
+            (
+                "x model.moe.gate=expert_choice",
+                "x is for tokens that choose experts, and model.moe.gate=expert_choice lets experts choose: use "
+                f"another gate, or train.{name}_routing=null",
+            ),
+        )
+    },
+    **{
+        f"train.{name}_routing=": f"train.{name}_routing is empty: name a folder, or null"
+        for name in ("record", "replay")
+    },
+    "train.replay_routing=x model.moe.gate=hash": (
+        "train.replay_routing=x needs a gate with a bias on its choice, and model.moe.gate=hash has none: use "
+        "model.moe.gate=softmax, sigmoid or deepseek_v3"
+    ),
+    "train.replay_routing=x train.record_routing=x": (
+        "train.replay_routing=x would be replaced by train.record_routing=x: use two folders"
+    ),
     "train.skip_spikes=true": (
         "train.skip_spikes=true skips what train.spike_factor=null does not name: give a factor, e.g. "
         "train.spike_factor=3, or use train.skip_spikes=false"

@@ -627,6 +627,10 @@ class TrainConfig:
     # report a loss spike: loss / median of the last 64 losses above this factor; null: never
     spike_factor: float | None = number(None, Range(1, FINITE))
     skip_spikes: bool = False  # skip the update of a step with a loss spike, which counts as bad
+    # folder to write the experts of all tokens in, in each step; and a folder of which to take them (router replay),
+    # see docs/gates.md
+    record_routing: str | None = None
+    replay_routing: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

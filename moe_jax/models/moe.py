@@ -38,6 +38,7 @@ class RouterStats(NamedTuple):
     prob_sum_E: Float[Array, " *M E"]
     z_sum: Float[Array, " *M"]  # squared log-sum-exp of the logits, summed over tokens
     num_dropped: Int[Array, " *M"]  # pairs that found no slot, or no space in the buffer
+    expert_Gk: Int[Array, "*M G k"] | None = None  # of a record (`RouterInputs.recorded`); None: nothing is recorded
 
 
 class RoutedTokens(NamedTuple):
@@ -83,8 +84,13 @@ def route(
         prob_sum_E=_prob_sum(decision, moe, sequences),
         z_sum=jnp.float32(0) if logit_TE is None else _z_sum(logit_TE, is_padding_T),
         num_dropped=metadata.num_dropped,
+        expert_Gk=_recorded(decision, context.inputs),
     )
     return RoutedTokens(sent, metadata, stats)
+
+
+def _recorded(decision: Decision, inputs: RouterInputs | None) -> Int[Array, "G k"] | None:
+    return inputs.recorded(decision.expert_Tk) if inputs is not None and isinstance(decision, TopKRouting) else None
 
 
 def _z_sum(logit_TE: Float[Array, "T _"], is_padding_T: Bool[Array, " T"] | None) -> Float[Array, ""]:

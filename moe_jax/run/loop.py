@@ -108,7 +108,8 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
         while step < last and not stop.reached() and not bad_steps.too_many:
             check_lock()
             state = faults.inject_requested_fault(state)
-            inputs = run.on_mesh(next(run.batches)), *bad_steps.loss_bound(run.trainer.mesh, done=step)
+            bound = bad_steps.loss_bound(run.trainer.mesh, done=step)
+            inputs = run.on_mesh(next(run.batches)), *run.routing.inputs(step + 1, bound)
             step += 1
             if capacities.begins(step):
                 with meter.paused():
@@ -116,6 +117,7 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
             tracing.begin(step, meter)
             with StepTraceAnnotation("train", step_num=step):
                 state, metrics = tuning.step(state, *inputs)
+            metrics = run.routing.take(step, metrics)
             meter.add(step, metrics, timed=step not in tracing.steps)
             if step == run.first_step + 2:  # the first step is recorded by now
                 programs.compile_others()

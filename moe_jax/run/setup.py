@@ -42,6 +42,7 @@ from moe_jax.run.init_from import check_source, source_params
 from moe_jax.run.model_tokenizer import check_tokens
 from moe_jax.run.process_agreement import check_same_data
 from moe_jax.run.resolve_auto import run_cluster
+from moe_jax.run.routing_record import RoutingRecords
 from moe_jax.run.run_dir import resume_step
 from moe_jax.run.sample import encode_prompt
 from moe_jax.run.tuning_space import Choices, choices_of
@@ -73,6 +74,7 @@ class Run:
     cluster: Cluster | None = None  # for the costs of migration; None if experts move whatever it costs, or do not move
     damaged: Mapping[int, str] = dataclasses.field(default_factory=dict)  # steps of damaged checkpoints, with reasons
     safety: SafetyPlan | None = None  # of safety copies; None if there are none
+    routing: RoutingRecords = dataclasses.field(kw_only=True)
     target: Target | None = None  # GPUs for which the compiler schedules steps, see step/compile.py
 
     def source_metrics(self, step: int) -> dict[str, float]:
@@ -167,6 +169,7 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
         damaged=damaged,
         safety=safety_plan(config, trainer.state_shapes),
         target=target_here(trainer),
+        routing=RoutingRecords(config, trainer),
     )
 
 

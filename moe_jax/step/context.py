@@ -144,6 +144,7 @@ class StepInputs(NamedTuple):
     num_targets: Int[Array, ""] | None = None  # of the global batch, those that the loss counts; None: all tokens
     source_targets_S: Int[Array, " S"] | None = None  # the same by source of a mixture
     num_routed: Int[Array, ""] | None = None  # tokens of the global batch that are not padding; None: all tokens
+    replayed_LGk: Int[Array, "L G k"] | None = None  # experts of a record, by block; None: gates choose them
 
     @classmethod
     def of(
@@ -224,4 +225,7 @@ class StepInputs(NamedTuple):
         token_BN = self.token_BN1[:, :-1]
         id_BN = token_marks.indices(token_BN) if self.has_marks else token_BN
         is_padding_BN = None if self.num_routed is None else token_marks.padding(token_BN)
-        return self.batch_part.router_inputs(id_BN, context.config.model.moe, context.compute.seed, is_padding_BN)
+        records = context.config.train.record_routing is not None
+        return self.batch_part.router_inputs(
+            id_BN, context.config.model.moe, context.compute.seed, is_padding_BN, self.replayed_LGk, records
+        )

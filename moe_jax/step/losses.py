@@ -28,6 +28,7 @@ class ObjectiveParts(NamedTuple):
     num_dropped_M: Float[Array, " M"]
     z_loss: Float[Array, ""] | None = None  # of the head's logits, mean per token; None: it has no weight
     source_loss_S: Float[Array, " S"] | None = None  # the parts of the cross-entropy by source; None: of no mixture
+    expert_MGk: Int[Array, "M G k"] | None = None  # expert + 1 of the tokens of this share; None: nothing is recorded
 
     def head_loss(self, z_loss_multiplier: float) -> Float[Array, ""]:
         """Return the cross-entropy plus the weighted z-loss of the logits, if there is one."""
@@ -63,6 +64,7 @@ def parts_of(
         num_dropped_M=stats.num_dropped.astype(jnp.float32),
         z_loss=head.z_loss,
         source_loss_S=head.source_loss_S,
+        expert_MGk=stats.expert_Gk,
     )
 
 

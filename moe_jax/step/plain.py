@@ -37,6 +37,7 @@ from moe_jax.step.optimizer import clip_factor, learning_rate, updates_done, wit
 from moe_jax.step.optimizers.protocol import unless_bad
 from moe_jax.step.router_bias import with_moved_biases
 
+ROUTED = "routed_experts"  # of metrics: [M, G, k]; E: of no expert
 Gradients = Callable[[Params, StepInputs, StepContext], tuple[Grads, ObjectiveParts]]
 _Sum = TypeVar("_Sum")
 
@@ -108,10 +109,11 @@ def train_step(
     state: State,
     token_BN1: Int[Array, "B N1"],
     max_loss: Float[Array, ""] | None,  # None unless train.skip_spikes
+    replayed_LGk: Int[Array, "L G k"] | None,  # None unless train.replay_routing
     context: StepContext,
     gradients: Gradients,
 ) -> tuple[State, Metrics]:
-    """Return the state after a step, and its metrics.
+    """Return the state after a step, and its metrics; with train.record_routing the experts of all tokens among them.
 
     A step is bad if its loss or gradient norm is not finite, or if its loss is above `max_loss`. A bad step only
     increments the step counter.
@@ -119,6 +121,7 @@ def train_step(
     background.new_program()  # numbers the collectives of CPU threads from 0
     config, compute = context.config, context.compute
     inputs = StepInputs.of(token_BN1, context, BatchPart(state["step"]), slots_of(state))
+    inputs = inputs._replace(replayed_LGk=replayed_LGk)
     params = fault_injection.inject_faults(state["params"], state["step"])  # unchanged outside of tests
     grads, parts = gradients(params, inputs, context)
     grads = with_copies_summed(grads, inputs.slot_ME, context)  # copies of experts, migration.replicas
@@ -130,6 +133,8 @@ def train_step(
     metrics = metrics_of(total, norm, rate, config.model.moe, config.train.z_loss_multiplier)
     if total.source_loss_S is not None:
         metrics["source_loss"] = inputs.mean_by_source(total.source_loss_S)
+    if total.expert_MGk is not None:
+        metrics[ROUTED] = total.expert_MGk - 1
     is_good = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
     if max_loss is not None:
         is_good &= metrics["loss"] <= max_loss

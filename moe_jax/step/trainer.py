@@ -47,17 +47,24 @@ class Trainer:
     param_shapes: Params  # parameters without copies of experts, with shardings
     init: Wrapped  # () → State
     begin: Wrapped  # parameters like param_shapes (donated) → State
-    step: Wrapped  # State (donated), batch, max_loss (optional: no limit) → State, metrics
+    # State (donated), batch, max_loss (optional: no limit), experts of a record (optional: gates choose) → State,
+    # metrics
+    step: Wrapped
     # parameters (their average, with optimizer.ema_decay), batch, placement (None: experts in order) → mean nats per
     # token
     evaluate: Wrapped
     has_loss_bound: bool = False  # whether the run passes max_loss to the step
+    replayed_shape: tuple[int, ...] | None = None  # of the experts of a record that the run passes to the step
     options: Mapping[str, Value] = dataclasses.field(default_factory=dict)  # compiler options of the step
 
     def step_shapes(self, batch: jax.ShapeDtypeStruct) -> tuple[Any, ...]:
         """Return the shapes of the step's arguments."""
-        bound = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(self.mesh, REPLICATED))
-        return (self.state_shapes, batch, bound) if self.has_loss_bound else (self.state_shapes, batch)
+        everywhere = NamedSharding(self.mesh, REPLICATED)
+        bound = jax.ShapeDtypeStruct((), jnp.float32, sharding=everywhere) if self.has_loss_bound else None
+        if self.replayed_shape is not None:
+            replayed = jax.ShapeDtypeStruct(self.replayed_shape, jnp.int32, sharding=everywhere)
+            return self.state_shapes, batch, bound, replayed
+        return (self.state_shapes, batch) if bound is None else (self.state_shapes, batch, bound)
 
     @property
     def schedule(self) -> schedule.Schedule | None:
@@ -112,10 +119,16 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
 
     options = compiler_options(compute.platform, mesh.devices.flat[0].device_kind) if kind.facts.orders_tasks else {}
 
-    def step(state: State, token_BN1: jax.Array, max_loss: jax.Array | None = None) -> tuple[State, Metrics]:
+    def step(
+        state: State,
+        token_BN1: jax.Array,
+        max_loss: jax.Array | None = None,
+        replayed_LGk: jax.Array | None = None,
+    ) -> tuple[State, Metrics]:
         own = functools.partial(train_step, context=context, gradients=kind.gradients)
-        in_specs = (layout, BATCH_SPEC, REPLICATED)
-        return on_mesh(own, in_specs=in_specs, out_specs=(layout, REPLICATED))(state, token_BN1, max_loss)
+        in_specs = (layout, BATCH_SPEC, REPLICATED, REPLICATED)
+        mapped = on_mesh(own, in_specs=in_specs, out_specs=(layout, REPLICATED))
+        return mapped(state, token_BN1, max_loss, replayed_LGk)
 
     def evaluate(params: Params, token_BN1: jax.Array, slot_ME: jax.Array | None = None) -> jax.Array:
         def own(params: Params, token_BN1: jax.Array, slot_ME: jax.Array | None) -> jax.Array:
@@ -137,5 +150,13 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         step=jax.jit(step, donate_argnums=0, compiler_options=options),
         evaluate=jax.jit(evaluate),
         has_loss_bound=config.train.skip_spikes,
+        replayed_shape=_replayed_shape(config),
         options=options,
     )
+
+
+def _replayed_shape(config: Config) -> tuple[int, ...] | None:
+    if config.train.replay_routing is None:
+        return None
+    model, tokens = config.model, config.train.batch_size * config.data.seq_len
+    return model.num_layers, tokens, model.moe.top_k

@@ -37,6 +37,11 @@ CONFIG = [
         "log.trace_step=5 is never reached with train.steps=4: use 5 steps or more, or null",
     ),
     ("not a number", "optimizer.learning_rate=.nan", "optimizer.learning_rate=nan must be a finite number"),
+    (
+        "no record to replay",
+        "train.replay_routing=full",
+        "train.replay_routing=full has no routing.json: name a folder that a run with train.record_routing has written",
+    ),
     ("no bad steps", "train.bad_in_a_row=0", "train.bad_in_a_row=0 must be at least 1 (or null)"),
     ("a spike below the median", "train.spike_factor=0.9", "train.spike_factor=0.9 must be at least 1 (or null)"),
     (

@@ -13,6 +13,8 @@ _NAMES = {
     "tune.cache": "file",
     "plan.cluster": "cluster",
     "train.init_from": "folder",
+    "train.record_routing": "folder",
+    "train.replay_routing": "folder",
     "log.wandb_project": "project",
 }
 
@@ -41,6 +43,7 @@ def check_training(config: Sections) -> None:
         )
     _check_grouped_product(config.train.grouped_product)
     _check_trace(config)
+    _check_routing(config)
     if config.train.skip_spikes and config.train.spike_factor is None:
         raise ConfigError(
             "train.skip_spikes=true skips what train.spike_factor=null does not name: give a factor, e.g. "
@@ -54,6 +57,34 @@ def _check_grouped_product(name: str) -> None:
     near = difflib.get_close_matches(name, (AUTO, *KERNELS), n=1) if "+" not in name else []
     cure = f": did you mean {near[0]}?" if near else f", or three of them joined by +, as in {'+'.join(KERNELS[:3])}"
     raise ConfigError(f"train.grouped_product={name} must be {AUTO} or {' or '.join(KERNELS)}{cure}")
+
+
+def _check_routing(config: Sections) -> None:
+    record, replay, moe = config.train.record_routing, config.train.replay_routing, config.model.moe
+    for name, folder in (("train.record_routing", record), ("train.replay_routing", replay)):
+        if folder is None:
+            continue
+        if moe.num_experts == 0:
+            raise ConfigError(f"{name}={folder} is for routers, and model.moe.num_experts=0: use {name}=null")
+        if config.step_facts.has_ticks:
+            raise ConfigError(
+                f"{name}={folder} is not for pipelines, and mesh.pipeline={config.mesh.pipeline}: use mesh.pipeline=1 "
+                "without coscheduled passes"
+            )
+        if moe.gate_facts.decides != "top_k":
+            raise ConfigError(
+                f"{name}={folder} is for tokens that choose experts, and model.moe.gate={moe.gate} lets experts "
+                f"choose: use another gate, or {name}=null"
+            )
+    if replay is not None and "bias_update_rate" not in moe.gate_facts.settings:
+        raise ConfigError(
+            f"train.replay_routing={replay} needs a gate with a bias on its choice, and model.moe.gate={moe.gate} has "
+            "none: use model.moe.gate=softmax, sigmoid or deepseek_v3"
+        )
+    if replay is not None and replay == record:
+        raise ConfigError(
+            f"train.replay_routing={replay} would be replaced by train.record_routing={record}: use two folders"
+        )
 
 
 def _check_trace(config: Sections) -> None:

@@ -16,7 +16,7 @@ from moe_jax.models.gates.choice import TopKRouting
 from moe_jax.models.gates.groups import mask_other_groups
 from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.models.gates.logits import linear
-from moe_jax.models.gates.protocol import Gate, GateOutput
+from moe_jax.models.gates.protocol import Gate, GateOutput, choice_bias
 from moe_jax.models.gates.weights import expert_weights, normalized
 
 FACTS = GateFacts(
@@ -31,7 +31,8 @@ def choose(params: Any, x_TD: Float[Array, "T D"], router_inputs: RouterInputs |
     """Choose the k experts with the highest biased scores, weighted by their scores without bias."""
     logit_TE = linear(params, x_TD)
     score_TE = jax.nn.sigmoid(logit_TE)
-    allowed_TE = mask_other_groups(jax.lax.stop_gradient(score_TE + params["score_bias"]), moe, _sum_of_best_two)
+    biased_TE = jax.lax.stop_gradient(score_TE + choice_bias(params, router_inputs, moe))
+    allowed_TE = mask_other_groups(biased_TE, moe, _sum_of_best_two)
     expert_Tk = jax.lax.top_k(allowed_TE, moe.top_k)[1]
     weight_Tk = expert_weights(jnp.take_along_axis(score_TE, expert_Tk, axis=-1), moe)
     return GateOutput(TopKRouting(expert_Tk=expert_Tk, weight_Tk=weight_Tk, prob_TE=normalized(score_TE)), logit_TE)

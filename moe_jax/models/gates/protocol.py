@@ -39,11 +39,17 @@ def of_logits(choose: OfLogits) -> Gate:
     return decide
 
 
+def choice_bias(params: Any, router_inputs: RouterInputs | None, moe: MoEConfig) -> Any:
+    """Return what is added to scores for the choice of experts: what replays a record, or else the layer's own bias."""
+    replaying = None if router_inputs is None else router_inputs.replaying_bias(moe.num_experts)
+    return params.get("score_bias") if replaying is None else replaying
+
+
 def of_biased_logits(choose: OfBiasedLogits) -> Gate:
     """Return the gate that decides by the logits of a linear router, and by a score bias if the layer has one."""
 
     def decide(params: Any, x_TD: jax.Array, router_inputs: RouterInputs | None, moe: MoEConfig) -> GateOutput:
         logit_TE = linear(params, x_TD)
-        return GateOutput(choose(logit_TE, moe, params.get("score_bias")), logit_TE)
+        return GateOutput(choose(logit_TE, moe, choice_bias(params, router_inputs, moe)), logit_TE)
 
     return decide

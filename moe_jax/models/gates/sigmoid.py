@@ -16,7 +16,7 @@ from moe_jax.models.gates.weights import expert_weights, normalized, top_k_score
 FACTS = GateFacts(listed=1, settings=("bias_update_rate",))
 
 
-def choose(logit_TE: Float[Array, "T E"], moe: MoEConfig, bias_E: Float[Array, " E"] | None = None) -> TopKRouting:
+def choose(logit_TE: Float[Array, "T E"], moe: MoEConfig, bias_E: Float[Array, "... E"] | None = None) -> TopKRouting:
     """Choose the k experts with the highest score, or score + bias, weighted by their score.
 
     Weights are renormalised if the config says so.

@@ -15,7 +15,7 @@ from moe_jax.models.gates.weights import expert_weights, top_k_scores
 FACTS = GateFacts(listed=0, settings=("bias_update_rate",))
 
 
-def choose(logit_TE: Float[Array, "T E"], moe: MoEConfig, bias_E: Float[Array, " E"] | None = None) -> TopKRouting:
+def choose(logit_TE: Float[Array, "T E"], moe: MoEConfig, bias_E: Float[Array, "... E"] | None = None) -> TopKRouting:
     """Choose the k experts with the highest probability, or probability + bias, weighted by their probability.
 
     Weights are renormalised if the config says so.

@@ -11,7 +11,7 @@ _TINY = 1e-18  # the smallest divisor: its square, which the gradient divides by
 
 
 def top_k_scores(
-    score_TE: Float[Array, "T E"], bias_E: Float[Array, " E"] | None, moe: MoEConfig
+    score_TE: Float[Array, "T E"], bias_E: Float[Array, "... E"] | None, moe: MoEConfig
 ) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
     """Return scores and indices of the k experts with the highest score, or score + bias (Wang et al. 2024, eq. 3)."""
     if bias_E is None:

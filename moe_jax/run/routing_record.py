@@ -1,0 +1,148 @@
+"""Router replay: the experts of all tokens of each step in files, and steps that take their experts from such files.
+
+A folder has `routing.json`, with the sizes of the model and of the batch, and a file for each step: `00000001.npy` has
+the experts [M, G, k] of step 1, as 32-bit integers; E stands for no expert. M blocks with experts, G = B·N tokens of
+the global batch in the order of its sequences, k choices, best first.
+"""
+
+import json
+from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from numpy.typing import NDArray
+
+from moe_jax.config import Config
+from moe_jax.distributed.processes import is_main_process
+from moe_jax.errors import ConfigError, DataError
+from moe_jax.files.atomic import write_atomically, write_together
+from moe_jax.files.untrusted import read_json
+from moe_jax.parallel.sharding import REPLICATED
+from moe_jax.step.plain import ROUTED
+from moe_jax.step.trainer import Trainer
+
+_FACTS = "routing.json"
+
+
+class RoutingRecords:
+    """The record that a run writes, and the one that it replays; either may be missing."""
+
+    def __init__(self, config: Config, trainer: Trainer):
+        """Raises ConfigError if a record to replay is of other sizes, and if one to write has another run's."""
+        self._config, self._mesh = config, trainer.mesh
+        self._record, self._replay = (
+            None if name is None else Path(name) for name in (config.train.record_routing, config.train.replay_routing)
+        )
+        if self._replay is not None:
+            _check_facts(self._replay, config, "train.replay_routing")
+        if self._record is not None and (self._record / _FACTS).exists():
+            _check_facts(self._record, config, "train.record_routing")
+
+    def inputs(self, step: int, others: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return a step's last inputs: `others`, and the experts that it replays.
+
+        Raises DataError if these are missing or damaged.
+        """
+        if self._replay is None:
+            return others
+        found = np.full(self._shape, self._experts, np.int32)
+        found[self._blocks] = self._read(step)
+        replayed = jax.make_array_from_callback(
+            found.shape, NamedSharding(self._mesh, REPLICATED), lambda index: found[index]
+        )
+        return *(others or (None,)), replayed
+
+    def take(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Write the experts of a step, if they are recorded, and return its other metrics. Raises ConfigError."""
+        rest = dict(metrics)
+        found = rest.pop(ROUTED, None)
+        if found is None or self._record is None or not is_main_process():
+            return rest
+        content = BytesIO()
+        np.save(content, np.asarray(found), allow_pickle=False)
+        try:
+            if not (self._record / _FACTS).exists():
+                self._record.mkdir(parents=True, exist_ok=True)
+                write_atomically(self._record / _FACTS, json.dumps(facts_of(self._config)) + "\n")
+            write_together({_file(self._record, step): content.getvalue()})
+        except OSError as error:
+            raise ConfigError(
+                f"train.record_routing={self._record} cannot be written ({error.strerror}): name another folder"
+            ) from None
+        return rest
+
+    @property
+    def _blocks(self) -> list[int]:
+        """The numbers of the blocks with experts."""
+        return [block for block, kind in enumerate(self._config.model.block_kinds) if kind == "moe"]
+
+    @property
+    def _experts(self) -> int:
+        return self._config.model.moe.num_experts
+
+    @property
+    def _shape(self) -> tuple[int, int, int]:
+        config = self._config
+        return config.model.num_layers, config.train.batch_size * config.data.seq_len, config.model.moe.top_k
+
+    def _read(self, step: int) -> NDArray[np.int32]:
+        """The experts of a step [M, G, k]. Raises DataError."""
+        assert self._replay is not None
+        file, (_, tokens, choices) = _file(self._replay, step), self._shape
+        try:
+            with file.open("rb") as opened:
+                found = np.load(opened, allow_pickle=False)
+        except FileNotFoundError:
+            raise DataError(
+                f"train.replay_routing={self._replay} has no step {step}: set train.steps={step - 1}, or record more"
+            ) from None
+        except (OSError, ValueError, EOFError) as error:
+            raise DataError(f"{file} cannot be read ({error}): record the step again") from None
+        wanted = (len(self._blocks), tokens, choices)
+        if found.shape != wanted or found.dtype != np.int32 or not 0 <= found.min() <= found.max() <= self._experts:
+            raise DataError(
+                f"{file} has {found.dtype}{list(found.shape)}, not experts in int32{list(wanted)}: record it again"
+            )
+        ordered = np.sort(found, axis=-1)
+        if ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] < self._experts)).any():
+            raise DataError(f"{file} has a token with one expert twice, which no gate chooses: record it again")
+        return found
+
+
+def facts_of(config: Config) -> dict[str, int]:
+    """Return what two runs need to have in common to route the same tokens to the same experts."""
+    moe = config.model.moe
+    return {
+        "model.num_layers": config.model.num_layers,
+        "model.moe.num_experts": moe.num_experts,
+        "model.moe.top_k": moe.top_k,
+        "model.moe.moe_layer_freq": moe.moe_layer_freq,
+        "model.moe.first_k_dense_replace": moe.first_k_dense_replace,
+        "data.seq_len": config.data.seq_len,
+        "train.batch_size": config.train.batch_size,
+        "train.seed": config.train.seed,
+    }
+
+
+def _check_facts(folder: Path, config: Config, name: str) -> None:
+    try:
+        saved = read_json(folder / _FACTS)
+    except (OSError, ValueError):
+        raise ConfigError(
+            f"{name}={folder} has no {_FACTS}: name a folder that a run with train.record_routing has written"
+        ) from None
+    for setting, own in facts_of(config).items():
+        recorded = saved.get(setting) if isinstance(saved, dict) else None
+        if recorded != own:
+            raise ConfigError(
+                f"{name}={folder} was recorded with {setting}={recorded}, and this run has {setting}={own}: use "
+                f"{setting}={recorded}, or another folder"
+            )
+
+
+def _file(folder: Path, step: int) -> Path:
+    return folder / f"{step:08}.npy"
