@@ -31,14 +31,19 @@ _FACTS = "routing.json"
 class RoutingRecords:
     """The record that a run writes, and the one that it replays; either may be missing."""
 
-    def __init__(self, config: Config, trainer: Trainer):
-        """Raises ConfigError if a record to replay is of other sizes, and if one to write has another run's."""
+    def __init__(self, config: Config, trainer: Trainer, first_step: int):
+        """`first_step` is the number of steps done before.
+
+        Raises ConfigError if a record to replay lacks later steps or is of other sizes, and if the folder of one to
+        write has a record of other sizes.
+        """
         self._config, self._mesh = config, trainer.mesh
         self._record, self._replay = (
             None if name is None else Path(name) for name in (config.train.record_routing, config.train.replay_routing)
         )
         if self._replay is not None:
             _check_facts(self._replay, config, "train.replay_routing")
+            _check_steps(self._replay, range(first_step + 1, config.train.steps + 1))
         if self._record is not None and (self._record / _FACTS).exists():
             _check_facts(self._record, config, "train.record_routing")
 
@@ -96,10 +101,6 @@ class RoutingRecords:
         try:
             with file.open("rb") as opened:
                 found = np.load(opened, allow_pickle=False)
-        except FileNotFoundError:
-            raise DataError(
-                f"train.replay_routing={self._replay} has no step {step}: set train.steps={step - 1}, or record more"
-            ) from None
         except (OSError, ValueError, EOFError) as error:
             raise DataError(f"{file} cannot be read ({error}): record the step again") from None
         wanted = (len(self._blocks), tokens, choices)
@@ -141,6 +142,15 @@ def _check_facts(folder: Path, config: Config, name: str) -> None:
             raise ConfigError(
                 f"{name}={folder} was recorded with {setting}={recorded}, and this run has {setting}={own}: use "
                 f"{setting}={recorded}, or another folder"
+            )
+
+
+def _check_steps(folder: Path, steps: range) -> None:
+    here = {path.name for path in folder.iterdir()}
+    for step in steps:
+        if _file(folder, step).name not in here:
+            raise ConfigError(
+                f"train.replay_routing={folder} has no step {step}: set train.steps={step - 1}, or record more"
             )
 
 

@@ -169,7 +169,7 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
         damaged=damaged,
         safety=safety_plan(config, trainer.state_shapes),
         target=target_here(trainer),
-        routing=RoutingRecords(config, trainer),
+        routing=RoutingRecords(config, trainer, first_step),
     )
 
 

@@ -75,6 +75,7 @@ def test_records_of_other_sizes_are_refused(recorded: Path, tmp_path: Path) -> N
         f"train.replay_routing={tmp_path} has no routing.json: name a folder that a run with train.record_routing has "
         "written"
     )
+    assert not (recorded / "refused" / "metrics.jsonl").exists()
     assert refused(recorded, "train.steps=6") == f"{record} has no step 5: set train.steps=4, or record more"
 
 
@@ -91,5 +92,6 @@ def test_damaged_records_are_refused(content: Any, reason: str, recorded: Path, 
     (tmp_path / "record").mkdir()
     facts = json.loads((recorded / "record" / "routing.json").read_text())
     (tmp_path / "record" / "routing.json").write_text(json.dumps(facts))
-    np.save(tmp_path / "record" / "00000001.npy", content)
+    for step in range(1, 5):
+        np.save(tmp_path / "record" / f"{step:08}.npy", content)
     assert refused(tmp_path) == f"{tmp_path}/record/00000001.npy {reason}"
