@@ -35,6 +35,7 @@ ALLOWED = {
     ("moe_jax/config/registry.py", "import_module"),  # the project's own parts
     ("moe_jax/data/tokenizer.py", "import_module"),  # of the extra `text`
     ("moe_jax/data/text_index.py", "load"),  # arrays, without pickled objects
+    ("moe_jax/run/routing_record.py", "load"),  # the same
     ("moe_jax/data/text_index.py", "zipfile"),  # the error of a damaged file of arrays
     ("profiling/parts.py", "import_module"),  # of the benchmark, each in a process of its own
     ("profiling/docs_commands.py", "shell"),  # of the commands on the project's own pages
