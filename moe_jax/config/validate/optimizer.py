@@ -58,9 +58,7 @@ def _check_zero_axes(settings: OptimizerConfig) -> None:
         return
     text = f"optimizer.zero_axes=[{', '.join(axes)}]"
     if not axes:
-        raise ConfigError(
-            f"{text} shards over nothing: name a mesh axis, or use optimizer.zero_axes=null for all of them"
-        )
+        raise ConfigError(f"{text} shards over nothing: name a mesh axis, or use null for all axes")
     if twice := next((axis for axis in axes if axes.count(axis) > 1), None):
         raise ConfigError(f"{text} has {twice} twice: name each axis once")
     if not settings.zero:
