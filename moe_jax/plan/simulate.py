@@ -4,16 +4,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from typing import NamedTuple
 
 from moe_jax.schedule.actions import Action, Seconds, Stream, StreamOf, three_streams
+from moe_jax.schedule.build import streams_of
 from moe_jax.schedule.dependencies import task_graph
-from moe_jax.schedule.param_gathers import needs_with_release
+from moe_jax.schedule.numbered import numbered_tasks
+from moe_jax.schedule.param_gathers import releases
 from moe_jax.schedule.schedule import Schedule
-from moe_jax.schedule.simulation import in_list_order, simulate_streams
+from moe_jax.schedule.simulation import in_list_order, simulate_numbered
 
 
-@dataclass(frozen=True)
-class SimulatedTask:
+class SimulatedTask(NamedTuple):
     """One action on its stream, with its start and end."""
 
     action: Action
@@ -85,7 +87,12 @@ def simulate(
     with `rank_of=exchanges_first` a free stream runs a reduction only if no exchange is ready. While anything
     communicates, compute takes `slowdown` times as long. Raises ScheduleError if tasks wait for each other.
     """
-    compute = (action for action in schedule.actions if stream_of(action) == Stream.COMPUTE)
-    needs = needs_with_release(schedule.shape, compute)
-    spans = simulate_streams(schedule.actions, needs, seconds, stream_of, rank_of, slowdown)
-    return Timeline(schedule, tuple(SimulatedTask(action, stream_of(action), *span) for action, span in spans.items()))
+    tasks, streams = numbered_tasks(schedule.shape), streams_of(schedule.shape, stream_of)
+    order = tasks.numbers(schedule.actions)
+    compute = (tasks.tasks[task] for task in order if streams[task] == Stream.COMPUTE)
+    waits = {tasks.number[gather]: tasks.number[task] for gather, task in releases(schedule.shape, compute).items()}
+    times_s, ranks = list(map(seconds, tasks.tasks)), list(map(rank_of, tasks.tasks))
+    spans = simulate_numbered(order, tasks.with_needs(waits), times_s, streams, ranks, slowdown)
+    return Timeline(
+        schedule, tuple(SimulatedTask(tasks.tasks[task], streams[task], *span) for task, span in spans.items())
+    )

@@ -1,5 +1,7 @@
 """Build a schedule from a policy's name: split, order, place weight gradients and reductions, merge the streams."""
 
+import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -18,12 +20,13 @@ from moe_jax.schedule.actions import (
 from moe_jax.schedule.dependencies import task_graph
 from moe_jax.schedule.grad_buckets import by_readiness, exchanges_first
 from moe_jax.schedule.link_order import Priority
-from moe_jax.schedule.param_gathers import needs_with_release
+from moe_jax.schedule.numbered import NumberedTasks, numbered_tasks
+from moe_jax.schedule.param_gathers import releases
 from moe_jax.schedule.policies import POLICIES, by_phase
 from moe_jax.schedule.policies.protocol import Orders, Policy
 from moe_jax.schedule.schedule import Schedule
 from moe_jax.schedule.shape import Parts, StepShape
-from moe_jax.schedule.simulation import interleave, simulate_streams
+from moe_jax.schedule.simulation import interleave, interleave_numbered, makespan_s, simulate_numbered
 from moe_jax.schedule.weight_grad import greedy
 
 
@@ -55,47 +58,79 @@ def make_schedule(policy: str, shape: StepShape, seconds: Seconds, stream_of: St
     The task durations `seconds` affect only where weight gradients and bucketed reductions are placed. Raises
     ScheduleError.
     """
-    whole, shape = shape, replace(shape, param_gather="none")  # which does not change the order of compute tasks
-    orders, needs = _orders(policy, shape), task_graph(shape)
-
-    def step_s(issued: list[Action]) -> float:
-        return max(span.end_s for span in simulate_streams(issued, needs, seconds, stream_of).values())
-
-    computes = [orders[Stream.COMPUTE]]
-    if shape.split_weight_grad:
-        issued = interleave(computes[0], _exchanges(orders), needs)
-        computes = greedy(issued, shape, needs, seconds, stream_of)
-    shape, needs = whole, task_graph(whole)
-    lists = [_merge(compute, orders, shape, seconds, stream_of) for compute in computes]
-    if len(lists) == 1:
-        return Schedule(policy, shape, tuple(lists[0]))
-    times_s = [step_s(issued) for issued in lists]
-    # earlier orders need less memory
-    best = next(issued for issued, time_s in zip(lists, times_s, strict=True) if time_s <= _TOLERANCE * min(times_s))
-    return Schedule(policy, shape, tuple(best))
+    times_s = tuple(map(seconds, numbered_tasks(shape).tasks))
+    make = _make_known if policy in POLICIES else _make_schedule
+    return make(policy, shape, times_s, stream_of)
 
 
 _TOLERANCE = 1.002  # orders that are at most this much slower than the fastest one count as equally fast
 
 
+def _make_schedule(policy: str, shape: StepShape, times_s: tuple[float, ...], stream_of: StreamOf) -> Schedule:
+    """The schedule for these durations of all tasks, by number."""
+    tasks, before = numbered_tasks(shape), replace(shape, param_gather="none")  # gathers do not change compute
+    orders, needs, streams = _orders(policy, before), task_graph(before), streams_of(shape, stream_of)
+    computes = [orders[Stream.COMPUTE]]
+    if shape.split_weight_grad:
+        seconds = dict(zip(tasks.tasks, times_s, strict=True)).__getitem__
+        issued = interleave(computes[0], _exchanges(orders), needs)
+        computes = greedy(issued, before, needs, seconds, stream_of)
+    computes = list(map(list, dict.fromkeys(map(tuple, computes))))  # each order once
+    lists = [_merge(compute, orders, shape, times_s, streams) for compute in computes]
+    best = lists[0]
+    if len(lists) > 1:
+        steps_s = [_step_s(issued, tasks, times_s, streams) for issued in lists]
+        # earlier orders need less memory
+        best = lists[next(i for i, step_s in enumerate(steps_s) if step_s <= _TOLERANCE * min(steps_s))]
+    return Schedule(policy, shape, tuple(tasks.actions(best)))
+
+
+# A search asks for the same ones many times; parts of a user's own may change.
+_make_known = functools.lru_cache(maxsize=256)(_make_schedule)
+
+
+def _step_s(issued: list[int], tasks: NumberedTasks, times_s: Sequence[float], streams: Sequence[Stream]) -> float:
+    if (found := makespan_s(issued, tasks, times_s, streams)) == math.inf:
+        simulate_numbered(issued, tasks, times_s, streams, [0] * len(streams))  # which says what waits
+    return found
+
+
 def _merge(
-    compute: list[Action], orders: Orders, shape: StepShape, seconds: Seconds, stream_of: StreamOf
-) -> list[Action]:
-    """Merge all streams into one issue order and place the gathers of parameters and the reductions."""
-    needs = needs_with_release(shape, compute)
-    lanes = [*_exchanges(orders), list(shape.param_gathers), by_readiness(compute, shape, needs)]
-    issued = interleave(compute, lanes, needs)
+    compute: list[Action], orders: Orders, shape: StepShape, times_s: Sequence[float], streams: Sequence[Stream]
+) -> list[int]:
+    """Merge all streams into one issue order and place the gathers of parameters and the reductions.
+
+    Tasks are numbered as in `numbered_tasks`.
+    """
+    tasks = numbered_tasks(shape)
+    waits = {tasks.number[gather]: tasks.number[task] for gather, task in releases(shape, compute).items()}
+    tasks, numbers = tasks.with_needs(waits), tasks.numbers(compute)
+    others = [*_exchanges(orders), shape.param_gathers]
+    lanes = [*map(tasks.numbers, others), by_readiness(numbers, shape, tasks)]
+    issued = interleave_numbered(numbers, lanes, tasks)
     if shape.grad_reduce != "bucketed" and shape.param_gather != "prefetch":
         return issued
+    filled = list(simulate_numbered(issued, tasks, times_s, streams, _ranks(shape)))
+    lanes = [[task for task in filled if streams[task] == stream] for stream in _LANES]
+    return interleave_numbered(numbers, lanes, tasks)
+
+
+@functools.lru_cache(maxsize=64)
+def _ranks(shape: StepShape) -> tuple[int, ...]:
+    """Priorities of all tasks by number: gathers and reductions have their own if their place is open."""
 
     def rank_of(action: Action) -> int:
         placed = is_reduction(action) and shape.grad_reduce == "bucketed"
         placed |= is_param_gather(action) and shape.param_gather == "prefetch"
         return exchanges_first(action) if placed else Priority.EXPERT
 
-    filled = list(simulate_streams(issued, needs, seconds, stream_of, rank_of))
-    lanes = [[task for task in filled if stream_of(task) == stream] for stream in _LANES]
-    return interleave(compute, lanes, needs)
+    return tuple(map(rank_of, numbered_tasks(shape).tasks))
+
+
+@functools.lru_cache(maxsize=64)
+def streams_of(shape: StepShape, stream_of: StreamOf) -> tuple[Stream, ...]:
+    """The streams of all tasks, by number."""
+    return tuple(map(stream_of, numbered_tasks(shape).tasks))
 
 
 # intra-node collectives first: experts wait for them. Like exchanges, they are issued one by one

@@ -66,8 +66,10 @@ def task_graph(shape: StepShape) -> Needs:
         tasks += [*shape.tasks_of("F", stage), *backward]
         tasks += [weight for task in backward if (weight := weight_gradient(task, shape))]
     tasks += [_COUNTS] if "moe" in shape.kinds else []
-    tasks += [*shape.param_gathers, *all_reductions(shape)]
-    return {task: dependencies(task, shape) for task in tasks}
+    graph = {task: dependencies(task, shape) for task in [*tasks, *shape.param_gathers]}
+    for sums in filter(None, map(shape.reductions_of, reversed(range(len(shape.reductions))))):
+        graph |= dict.fromkeys(sums, dependencies(sums[0], shape))
+    return graph
 
 
 def all_reductions(shape: StepShape) -> list[Action]:

@@ -9,6 +9,7 @@ from moe_jax.errors import ConfigError
 from moe_jax.schedule.actions import Action, Seconds, StreamOf, is_param_gather, is_reduction
 from moe_jax.schedule.dependencies import Needs, all_reductions
 from moe_jax.schedule.link_order import Priority
+from moe_jax.schedule.numbered import NumberedTasks
 from moe_jax.schedule.shape import StepShape
 from moe_jax.schedule.simulation import simulate_streams
 
@@ -51,10 +52,16 @@ def split_into_buckets(
     return tuple(chunks)
 
 
-def by_readiness(compute: Sequence[Action], shape: StepShape, needs: Needs) -> list[Action]:
-    """All reductions, sorted by when their last gradient is computed."""
-    place = {action: i for i, action in enumerate(compute)}
-    return sorted(all_reductions(shape), key=lambda task: max(place[need] for need in needs[task]))
+def by_readiness(compute: Sequence[int], shape: StepShape, tasks: NumberedTasks) -> list[int]:
+    """All reductions, sorted by when their last gradient is computed. Tasks are numbered as in `tasks`."""
+    place = {task: i for i, task in enumerate(compute)}
+    last: dict[tuple[int, ...], int] = {}  # buckets of an owner need the same tasks
+    sums = tasks.numbers(all_reductions(shape))
+    for task in sums:
+        needs = tasks.needs[task]
+        if needs not in last:
+            last[needs] = max(map(place.__getitem__, needs))
+    return sorted(sums, key=lambda task: last[tasks.needs[task]])
 
 
 def fill_gaps(issued: Sequence[Action], needs: Needs, seconds: Seconds, stream_of: StreamOf) -> list[Action]:

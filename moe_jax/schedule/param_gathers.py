@@ -20,9 +20,17 @@ def needs_with_release(shape: StepShape, compute: Iterable[Action]) -> Needs:
 
     `compute` are the compute tasks in order, or those of some blocks; other blocks' gathers wait for nothing else.
     """
-    needs = task_graph(shape)
+    needs, waits = task_graph(shape), releases(shape, compute)
+    return {**needs, **{gather: needs[gather] | {task} for gather, task in waits.items()}} if waits else needs
+
+
+def releases(shape: StepShape, compute: Iterable[Action]) -> dict[Action, Action]:
+    """The compute task after which a device has memory for a gather, by gather. The first ones wait for none.
+
+    `compute` are the compute tasks in order, or those of some blocks.
+    """
     if shape.param_gather == "none":
-        return needs
+        return {}
     starts: dict[tuple[int, int], Action | None] = {}  # by block and pass: the compute task before the first one
     before = None
     for task in compute:
@@ -33,7 +41,7 @@ def needs_with_release(shape: StepShape, compute: Iterable[Action]) -> Needs:
     order = list(starts)
     release = dict(zip(order[_AHEAD[shape.param_gather] :], starts.values(), strict=False))
     waits = {gather: release.get(_use(gather)) for gather in shape.param_gathers}
-    return {**needs, **{gather: needs[gather] | ({task} if task else set()) for gather, task in waits.items()}}
+    return {gather: task for gather, task in waits.items() if task}
 
 
 def _use(gather: Action) -> tuple[int, int]:

@@ -1,12 +1,16 @@
 """Simulate streams that run tasks, and merge the streams into one issue order."""
 
+import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from moe_jax.schedule.actions import Action, ScheduleError, Seconds, Stream, StreamOf
 from moe_jax.schedule.dependencies import Needs
+from moe_jax.schedule.numbered import NumberedTasks
+
+_STREAMS = {stream: place for place, stream in enumerate(Stream)}
+_COMPUTE = _STREAMS[Stream.COMPUTE]
 
 
 class Span(NamedTuple):
@@ -35,67 +39,83 @@ def simulate_streams(
     While any communication runs, compute takes `slowdown` times as long. Raises ScheduleError if tasks wait for each
     other.
     """
-    lanes: dict[tuple[int, Stream], deque[Action]] = defaultdict(deque)
-    waiting: dict[Action, int] = {}
-    followers: dict[Action, list[Action]] = defaultdict(list)
-    for action in actions:
-        lanes[rank_of(action), stream_of(action)].append(action)
-        waiting[action] = len(needs[action])
-        for need in needs[action]:
-            followers[need].append(action)
-    by_rank = [(stream, lane) for (_, stream), lane in sorted(lanes.items(), key=lambda lane: lane[0])]
-    now_s, running, start_s = 0.0, dict[Stream, _Running](), dict[Action, float]()
-    spans: dict[Action, Span] = {}
+    inside = {action: needs[action] for action in actions}
+    tasks = NumberedTasks.of(inside)
+    times_s, streams, ranks = list(map(seconds, inside)), list(map(stream_of, inside)), list(map(rank_of, inside))
+    spans = simulate_numbered(range(len(inside)), tasks, times_s, streams, ranks, slowdown)
+    return {tasks.tasks[task]: span for task, span in spans.items()}
 
-    def start_next() -> bool:
-        """Start a ready task of the lowest rank on a free stream. Returns whether another one may start."""
+
+def simulate_numbered(
+    order: Iterable[int],
+    tasks: NumberedTasks,
+    seconds: Sequence[float],
+    streams: Sequence[Stream],
+    ranks: Sequence[int],
+    slowdown: float = 1.0,
+) -> dict[int, Span]:
+    """`simulate_streams` of tasks by number: `seconds`, `streams` and `ranks` have an entry for each task."""
+    lanes: dict[tuple[int, Stream], deque[int]] = defaultdict(deque)
+    for task in order:
+        lanes[ranks[task], streams[task]].append(task)
+    by_rank = [(_STREAMS[stream], lanes[rank, stream]) for rank, stream in sorted(lanes)]
+    waiting, followers = list(tasks.waiting), tasks.followers
+    running, end_s = [-1] * len(_STREAMS), [math.inf] * len(_STREAMS)  # by stream: its task, and when that ends
+    start_s: dict[int, float] = {}
+    ended_s: dict[int, float] = {}
+    now_s, slowed = 0.0, False
+
+    def stretch() -> None:
+        """Adjust the end of the running compute task when communication starts or stops next to it."""
+        nonlocal slowed
+        overlaps = sum(task >= 0 for task in running) > 1
+        if running[_COMPUTE] >= 0 and slowed != overlaps:
+            factor = slowdown if overlaps else 1 / slowdown
+            end_s[_COMPUTE], slowed = now_s + (end_s[_COMPUTE] - now_s) * factor, overlaps
+
+    while True:
         for stream, lane in by_rank:
-            if lane and stream not in running and not waiting[lane[0]]:
-                action = lane.popleft()
-                start_s[action] = now_s
-                task = running[stream] = _Running(action, now_s + seconds(action))
+            if lane and running[stream] < 0 and not waiting[lane[0]]:
+                task = running[stream] = lane.popleft()
+                start_s[task], end_s[stream] = now_s, now_s + seconds[task]
                 if slowdown != 1:
-                    _stretch(running, now_s, slowdown)
-                # a task of zero duration ends before a lower rank gets the stream
-                return task.end_s > now_s
-        return False
-
-    while len(spans) < len(waiting):
-        while start_next():
-            pass
-        if not running:
-            stuck = next(lane[0] for lane in lanes.values() if lane)
-            raise ScheduleError(
-                f"{stuck} waits for {min(needs[stuck] - spans.keys())}, which never runs: check the order"
-            )
-        now_s = min([task.end_s for task in running.values()])
-        for stream, task in list(running.items()):
-            if task.end_s == now_s:
-                del running[stream]
-                spans[task.action] = Span(start_s[task.action], now_s)
-                for follower in followers[task.action]:
+                    slowed = slowed and stream != _COMPUTE
+                    stretch()
+                if end_s[stream] <= now_s:
+                    break  # it ends before a lower rank gets the stream
+        now_s = min(end_s)
+        if now_s == math.inf:
+            break
+        for stream, stream_end_s in enumerate(end_s):
+            if stream_end_s == now_s:
+                task = running[stream]
+                running[stream], end_s[stream], ended_s[task] = -1, math.inf, now_s
+                for follower in followers[task]:
                     waiting[follower] -= 1
         if slowdown != 1:
-            _stretch(running, now_s, slowdown)
-    return {action: spans[action] for action in start_s}
+            stretch()
+    if stuck := [lane[0] for lane in lanes.values() if lane]:
+        waits = stuck[0]
+        missing = min(tasks.tasks[need] for need in tasks.needs[waits] if need not in ended_s)
+        raise ScheduleError(f"{tasks.tasks[waits]} waits for {missing}, which never runs: check the order")
+    return {task: Span(started_s, ended_s[task]) for task, started_s in start_s.items()}
 
 
-@dataclass(slots=True)
-class _Running:
-    """A running task, and when it ends at its present speed."""
-
-    action: Action
-    end_s: float
-    slowed: bool = False
-
-
-def _stretch(running: Mapping[Stream, _Running], now_s: float, slowdown: float) -> None:
-    """Adjust the end of the running compute task when communication starts or stops next to it."""
-    task = running.get(Stream.COMPUTE)
-    overlaps = len(running) > 1
-    if task is not None and task.slowed != overlaps:
-        factor = slowdown if overlaps else 1 / slowdown
-        task.end_s, task.slowed = now_s + (task.end_s - now_s) * factor, overlaps
+def makespan_s(
+    order: Iterable[int], tasks: NumberedTasks, seconds: Sequence[float], streams: Sequence[Stream]
+) -> float:
+    """When the last of all tasks ends if each stream runs its tasks in this order; inf if a task is missing, or stands
+    before one that it needs.
+    """
+    free_s, needs = dict.fromkeys(Stream, 0.0), tasks.needs
+    end_s = [math.inf] * len(tasks.tasks)
+    for task in order:
+        start_s = free_s[streams[task]]
+        for need in needs[task]:
+            if end_s[need] > start_s:
+                start_s = end_s[need]
+        end_s[task] = free_s[streams[task]] = start_s + seconds[task]
+    return max(end_s)
 
 
 def interleave(compute: Iterable[Action], lanes: Sequence[Sequence[Action]], needs: Needs) -> list[Action]:
@@ -103,15 +123,27 @@ def interleave(compute: Iterable[Action], lanes: Sequence[Sequence[Action]], nee
 
     Communication is issued right after the last task that it needs; earlier lanes go first.
     """
-    issued: dict[Action, None] = {}
-    queues = [deque(lane) for lane in lanes]
+    tasks = NumberedTasks.of(needs)
+    return tasks.actions(interleave_numbered(tasks.numbers(compute), list(map(tasks.numbers, lanes)), tasks))
+
+
+def interleave_numbered(compute: Iterable[int], lanes: Sequence[Iterable[int]], tasks: NumberedTasks) -> list[int]:
+    """`interleave` of tasks by number."""
+    issued: list[int] = []
+    queues = [queue for queue in map(deque, lanes) if queue]
+    waiting, followers = list(tasks.waiting), tasks.followers
+
+    def issue(task: int) -> None:
+        issued.append(task)
+        for follower in followers[task]:
+            waiting[follower] -= 1
 
     def communicate() -> None:
-        while queue := next((q for q in queues if q and needs[q[0]] <= issued.keys()), None):
-            issued[queue.popleft()] = None
+        while queue := next((queue for queue in queues if queue and not waiting[queue[0]]), None):
+            issue(queue.popleft())
 
     communicate()
-    for action in compute:
-        issued[action] = None
+    for task in compute:
+        issue(task)
         communicate()
-    return list(issued)
+    return issued

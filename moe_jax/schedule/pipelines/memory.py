@@ -91,9 +91,12 @@ def _assign_slots(lifetimes: _Lifetimes, stages: int) -> Buffers:
     """Assign the lowest free slot in the order of first ticks: no more slots than are needed at once."""
     slot: dict[tuple[int, ChunkPass], int] = {}
     num_slots = 0
-    for stage in range(stages):
+    by_stage: list[list[tuple[_Lifetime, ChunkPass]]] = [[] for _ in range(stages)]
+    for (owner, work), lifetime in lifetimes.items():
+        by_stage[owner].append((lifetime, work))
+    for stage, values in enumerate(by_stage):
         free_from: list[int] = []  # the tick from which each slot is free
-        for work, lifetime in sorted(_of_stage(lifetimes, stage).items(), key=lambda item: (item[1], item[0])):
+        for lifetime, work in sorted(values):
             free = next((i for i, tick in enumerate(free_from) if tick <= lifetime.first), len(free_from))
             free_from[free : free + 1] = [lifetime.last + 1]
             slot[stage, work] = free
