@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
@@ -42,9 +43,18 @@ class Draft(Sections):
     def _chosen(self, base: Sections | None, sections: Mapping[str, Mapping[str, object]]) -> dict[str, Any]:
         chosen = sections_of(self if base is None else base)
         for name, settings in sections.items():
-            allowed = ((key, value) for key, value in settings.items() if f"{name}.{key}" in self.open)
-            chosen[name] = _replaced(chosen[name], *allowed)
+            opened = self._open_keys.get(name, ())
+            chosen[name] = _replaced(chosen[name], *[item for item in settings.items() if item[0] in opened])
         return chosen
+
+    @functools.cached_property
+    def _open_keys(self) -> dict[str, set[str]]:
+        """The open settings of each section."""
+        found: dict[str, set[str]] = {}
+        for name in self.open:
+            section, _, key = name.partition(".")
+            found.setdefault(section, set()).add(key)
+        return found
 
 
 def open_draft(config: Sections, fixed: Set[str] = frozenset()) -> Draft:
@@ -55,10 +65,11 @@ def open_draft(config: Sections, fixed: Set[str] = frozenset()) -> Draft:
 
 def sections_of(config: Sections) -> dict[str, Any]:
     """Return the sections of a config by name."""
-    return {name: getattr(config, name) for name in _NAMES}
+    return dict(zip(_NAMES, _values_of(config), strict=True))
 
 
 _NAMES = tuple(field.name for field in dataclasses.fields(Sections))
+_values_of = operator.attrgetter(*_NAMES)
 
 
 @functools.lru_cache(maxsize=2**12)

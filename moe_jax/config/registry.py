@@ -87,13 +87,16 @@ class Registry(Mapping[str, F]):
 
     def check(self) -> None:
         """Raise ConfigError for a part whose file does not define what it must."""
-        for part in self._parts.values():
-            if part.missing:
-                file = f"{self._package.replace('.', '/')}/{part.file}.py"
-                raise ConfigError(
-                    f"{file} declares {_NAME} and defines no {' and no '.join(part.missing)}: add it (docs/extend.md), "
-                    f"or remove {_NAME} if the file is no part"
-                )
+        for part in self._incomplete:
+            file = f"{self._package.replace('.', '/')}/{part.file}.py"
+            raise ConfigError(
+                f"{file} declares {_NAME} and defines no {' and no '.join(part.missing)}: add it (docs/extend.md), "
+                f"or remove {_NAME} if the file is no part"
+            )
+
+    @cached_property
+    def _incomplete(self) -> list[Part[F]]:
+        return [part for part in self._parts.values() if part.missing]
 
     def __getitem__(self, name: str) -> F:
         return self._parts[name].facts
@@ -106,7 +109,8 @@ class Registry(Mapping[str, F]):
 
     def of(self, name: str) -> F:
         """Return the facts of the part that a setting names: the defaults for `auto` and for external parts."""
-        return self[name] if name in self else self._kind()
+        part = self._parts.get(name)
+        return self._kind() if part is None else part.facts
 
     def modules(self) -> dict[str, ModuleType]:
         """Import the modules of all parts that are complete, and return them by the parts' names.

@@ -5,7 +5,6 @@ values, and `config/yaml_io.py` reads them from YAML and the command line.
 """
 
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -308,8 +307,10 @@ class ModelConfig(HashedOnce):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeshConfig:
+class MeshConfig(HashedOnce):
     """The number of devices along each named axis. One axis may be -1: it gets all devices that the others leave."""
+
+    __hash__ = HashedOnce.__hash__
 
     data: int = number(-1, ALONG_AXIS)
     expert: int = number(1, ALONG_AXIS)
@@ -341,7 +342,7 @@ class MeshConfig:
 
     def expert_ranks(self, sizes: Mapping[str, int]) -> int:
         """Return the number of ranks that experts are sharded over, on a mesh of these sizes."""
-        return math.prod(sizes[axis] for axis in self.expert_axes)
+        return sizes["context"] * sizes["expert"] if self.experts_over_context else sizes["expert"]
 
     def expert_tensor_ranks(self, sizes: Mapping[str, int]) -> int:
         """Return the number of tensor ranks that share each expert, on a mesh of these sizes."""
@@ -349,8 +350,10 @@ class MeshConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
+class ScheduleConfig(HashedOnce):
     """The order of a step's tasks."""
+
+    __hash__ = HashedOnce.__hash__
 
     policy: str = "vanilla"  # expert_pipeline, unified, or package.module:name of a Policy, see docs/extend.md
     # unified: parts of a device's sequences; expert_pipeline: parts of the slots
@@ -403,8 +406,10 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExchangeConfig:
+class ExchangeConfig(HashedOnce):
     """The communication of tokens and gradients between devices."""
+
+    __hash__ = HashedOnce.__hash__
 
     # all-to-all: flat, one collective; ring, collective-permutes; hier_1d, hier_2d and halo, hierarchical over nodes,
     # see docs/exchange.md; ragged, only rows that exist (microbatches); background, concurrently with the program
@@ -471,8 +476,10 @@ class DataSource:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(HashedOnce):
     """The source of tokens."""
+
+    __hash__ = HashedOnce.__hash__
 
     # a folder of token files, or a .txt (read as bytes), .jsonl or .parquet file; null, or its default, with `sources`
     path: str | None = "configs/text/shakespeare.txt"
@@ -529,8 +536,10 @@ class ParameterGroup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(HashedOnce):
     """The optimizer, with a learning-rate schedule, weight decay, and gradients clipped by their global norm."""
+
+    __hash__ = HashedOnce.__hash__
 
     # muon, lion or adafactor, see docs/optimizers.md, or package.module:name of a function, see docs/extend.md
     name: str = "adamw"
@@ -588,8 +597,10 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(HashedOnce):
     """The length of training, batches, precision, validation, and the reaction to bad steps."""
+
+    __hash__ = HashedOnce.__hash__
 
     steps: int = number(1000, Range(1, ANY))
     seed: int = number(0, SEEDS)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import operator
 from collections.abc import Iterator, Sequence
 
@@ -19,33 +20,41 @@ def _ranges(section: type, prefix: str = "") -> Iterator[tuple[str, Range]]:
 
 
 RANGES: dict[str, Range] = dict(_ranges(Sections))  # by the dotted names of settings
-_values_of = operator.attrgetter(*RANGES)
+_BY_SECTION = {
+    section: {name.partition(".")[2]: name for name in names}
+    for section, names in itertools.groupby(RANGES, lambda name: name.partition(".")[0])
+}
 
 
 def setting(config: Sections, name: str) -> object:
     """Return the value of a setting by its dotted name, e.g. `setting(config, "model.moe.top_k")`."""
-    value: object = operator.attrgetter(name)(config)
+    value: object = _getter(name)(config)
     return value
+
+
+_getter = functools.cache(operator.attrgetter)
 
 
 def check_ranges(config: Sections) -> None:
     """Raise ConfigError for a number out of its range."""
-    _check_values(_values_of(config))
+    for name in _BY_SECTION:
+        _check_section(name, getattr(config, name))
 
 
 @functools.lru_cache(maxsize=2**14)
-def _check_values(values: tuple[float | None, ...]) -> None:
-    """Check the values of all settings in `RANGES`, in order: cached because a plan makes thousands of configs."""
-    for name, value in zip(RANGES, values, strict=True):
+def _check_section(name: str, section: object) -> None:
+    """Check the numbers of a section: cached because a plan makes thousands of configs with the same one."""
+    for key, full_name in _BY_SECTION[name].items():
+        value = _getter(key)(section)
         if value is None or isinstance(value, tuple):
             continue
         most = RANGES["mesh.cpu_devices"].most
-        if name == "mesh.cpu_devices" and value > most:
+        if full_name == "mesh.cpu_devices" and value > most:
             raise ConfigError(
                 f"mesh.cpu_devices={value} must be at most {most}, which one machine can simulate: use fewer, or "
                 "python -m moe_jax.plan, which plans for clusters that need not be there"
             )
-        check_number(name, value, RANGES[name], _or_null(name))
+        check_number(full_name, value, RANGES[full_name], _or_null(full_name))
 
 
 def check_changes(
