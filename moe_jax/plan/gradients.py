@@ -4,10 +4,12 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from moe_jax.config import Config
+from moe_jax.config import Config, MeshConfig, OptimizerConfig
+from moe_jax.config.sections import HashedOnce
 from moe_jax.plan.collective_costs import CollectiveCosts, DeviceGroup, group_over
 from moe_jax.plan.resources import Owned, owned_parameters
 from moe_jax.schedule.grad_buckets import split_into_buckets
@@ -54,13 +56,18 @@ def sums_of(config: Config, mesh: Mapping[str, int], bucket_cap_mb: float | None
 
     Without a limit (`bucket_cap_mb=None`) an owner's gradients of one group are one bucket.
     """
-    parts, hybrid = parts_of(config, mesh), shard_groups(config, mesh)
-    groups = (params_by_group(owned, config, mesh) for owned in owned_parameters(config.model))
-    return tuple(_of_owner(each, bucket_cap_mb, parts, hybrid) for each in groups)
+    parts, hybrid, owners = parts_of(config, mesh), shard_groups(config, mesh), owned_parameters(config.model)
+    found = {
+        owned: _of_owner(params_by_group(owned, config, mesh), bucket_cap_mb, parts, hybrid) for owned in set(owners)
+    }
+    return tuple(found[owned] for owned in owners)
 
 
-class _Layout(NamedTuple):
+@dataclass(frozen=True)
+class _Layout(HashedOnce):
     """What decides which devices have the same parameters."""
+
+    __hash__ = HashedOnce.__hash__
 
     expert_axes: tuple[str, ...]
     expert_ranks: int
@@ -73,15 +80,8 @@ class _Layout(NamedTuple):
     @staticmethod
     def of(config: Config, mesh: Mapping[str, int]) -> "_Layout":
         """The layout of a config on a mesh of these sizes."""
-        return _Layout(
-            expert_axes=config.mesh.expert_axes,
-            expert_ranks=config.mesh.expert_ranks(mesh),
-            expert_tensor=config.mesh.expert_tensor_ranks(mesh),
-            num_experts=config.model.moe.num_experts,
-            slots=config.expert_slots(mesh),
-            sizes=tuple(mesh.items()),
-            sharding_axes=config.optimizer.sharding_axes,
-        )
+        settings = config.mesh, config.model.moe.num_experts, config.replicas, config.optimizer.sharding_axes
+        return _layout(*settings, tuple(mesh.items()))
 
     @property
     def axes_of_copies(self) -> tuple[tuple[str, ...], ...]:
@@ -91,6 +91,23 @@ class _Layout(NamedTuple):
         """
         copies = tuple(axis for axis in ("context", "expert") if axis not in self.expert_axes)
         return ("context", "expert", "tensor"), ("context", "expert"), copies
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout(
+    axes: MeshConfig, num_experts: int, replicas: int, sharding: tuple[str, ...], sizes: tuple[tuple[str, int], ...]
+) -> _Layout:
+    mesh = dict(sizes)
+    ranks = axes.expert_ranks(mesh)
+    return _Layout(
+        expert_axes=axes.expert_axes,
+        expert_ranks=ranks,
+        expert_tensor=axes.expert_tensor_ranks(mesh),
+        num_experts=num_experts,
+        slots=num_experts + replicas * ranks,
+        sizes=sizes,
+        sharding_axes=sharding,
+    )
 
 
 def params_by_group(owned: Owned, config: Config, mesh: Mapping[str, int]) -> Mapping[DeviceGroup, int]:
@@ -147,6 +164,7 @@ def _sharded_width(config: Config) -> int:
     return config.model.hidden_size if config.optimizer.zero else 1
 
 
+@functools.lru_cache(maxsize=2**12)
 def _parts_of(width: int, layout: _Layout) -> dict[DeviceGroup, int]:
     mesh = dict(layout.sizes)
     sized_groups = (
@@ -162,26 +180,31 @@ def _most_dividing(width: int, sizes: tuple[int, ...]) -> int:
     return max(ranks for ranks in products if width % ranks == 0)
 
 
-def own_parameters(owned: Iterable[Owned], config: Config, mesh: Mapping[str, int]) -> float:
+def own_parameters(owned: tuple[Owned, ...], config: Config, mesh: Mapping[str, int]) -> float:
     """Parameters with optimizer moments on one device. ZeRO shards them over devices that have the same parameters."""
-    return _own_parameters(tuple(owned), _sharded_width(config), _Layout.of(config, mesh))
+    return _own_parameters(owned, _sharded_width(config), _Layout.of(config, mesh))
 
 
-def moment_bytes(owned: Iterable[Owned], config: Config, mesh: Mapping[str, int]) -> int:
+def moment_bytes(owned: tuple[Owned, ...], config: Config, mesh: Mapping[str, int]) -> int:
     """Bytes of the optimizer's moments on one device, and of the average of parameters.
 
     Adafactor's, of rows and columns, are not counted, and neither is the average of score biases.
     """
-    owned, facts = tuple(owned), config.optimizer.facts
-    count = facts.moments * own_parameters(owned, config, mesh)
+    return _moment_bytes(owned, config.optimizer, _sharded_width(config), _Layout.of(config, mesh))
+
+
+@functools.lru_cache(maxsize=2**12)
+def _moment_bytes(owned: tuple[Owned, ...], optimizer: OptimizerConfig, width: int, layout: _Layout) -> int:
+    facts, own = optimizer.facts, _own_parameters(owned, width, layout)
+    count = facts.moments * own
     if facts.hidden_matrix_moments is not None:
-        hidden = own_parameters((each.hidden_matrices for each in owned), config, mesh)
+        hidden = _own_parameters(tuple(each.hidden_matrices for each in owned), width, layout)
         count -= (facts.moments - facts.hidden_matrix_moments) * hidden
     if facts.end_matrix_moments is not None:
-        ends = own_parameters((Owned(each.end_matrices) for each in owned), config, mesh)
+        ends = _own_parameters(tuple(Owned(each.end_matrices) for each in owned), width, layout)
         count -= (facts.moments - facts.end_matrix_moments) * ends
-    average = 0 if config.optimizer.ema_decay is None else ITEM_BYTES * own_parameters(owned, config, mesh)
-    return int(config.optimizer.moment_bytes * count + average)
+    average = 0 if optimizer.ema_decay is None else ITEM_BYTES * own
+    return int(optimizer.moment_bytes * count + average)
 
 
 @functools.lru_cache(maxsize=2**14)

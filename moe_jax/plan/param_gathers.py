@@ -1,5 +1,6 @@
 """What devices gather from each other if parameters are sharded (`optimizer.zero=3`): bytes and seconds."""
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -7,7 +8,7 @@ from moe_jax.config import Config
 from moe_jax.config.layer_layout import segments
 from moe_jax.plan.collective_costs import CollectiveCosts, DeviceGroup
 from moe_jax.plan.gradients import params_by_group, parts_of, shard_groups
-from moe_jax.plan.resources import Owned, owned_parameters
+from moe_jax.plan.resources import Owned, owned_by_kind, owned_parameters
 from moe_jax.plan.work import ITEM_BYTES
 from moe_jax.schedule.scanned import ScannedBlocks
 
@@ -47,11 +48,11 @@ def gathered_parameter_bytes(config: Config, mesh: Mapping[str, int]) -> float:
         return sum(count for group, count in counts if shards[group] > 1)
 
     at_once = (2 if config.param_gather == "prefetch" else 1) * config.schedule.unroll
-    blocks = at_once * max(map(gathered, set(owners[1:-1])))
+    counts = Counter(model.block_kinds)
+    of_kind = {kind: gathered(owned_by_kind(model)[kind]) for kind in counts}
+    blocks = min(at_once * max(of_kind.values()), sum(count * of_kind[kind] for kind, count in counts.items()))
     ends = sorted([gathered(owners[0]), gathered(owners[-1])])
-    return item * min(blocks, sum(map(gathered, owners[1:-1]))) + 4 * (
-        ends[-1] if config.step_facts.orders_tasks else sum(ends)
-    )
+    return item * blocks + 4 * (ends[-1] if config.step_facts.orders_tasks else sum(ends))
 
 
 def shard_cast_bytes(config: Config, mesh: Mapping[str, int]) -> float:
@@ -63,11 +64,15 @@ def shard_cast_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     loop = ScannedBlocks.of(0, len(longest.kinds), longest.repeats, config.schedule.unroll)
     if config.param_gather == "none" or dtype == "float32" or not facts.orders_tasks or loop is None:
         return 0.0
-    shards, blocks = parts_of(config, mesh), owned_parameters(model)[1:-1]
-    if model.moe.expert_matmuls == "fp8":  # experts are gathered in float32
-        blocks = tuple(owned._replace(expert=0, expert_whole=0) for owned in blocks)
-    counts = [params_by_group(owned, config, mesh) for owned in blocks]
-    return ITEM_BYTES[dtype] * sum(count / shards[group] for each in counts for group, count in each.items())
+    shards = parts_of(config, mesh)
+
+    def own(owned: Owned) -> float:
+        if model.moe.expert_matmuls == "fp8":  # experts are gathered in float32
+            owned = owned._replace(expert=0, expert_whole=0)
+        return sum(count / shards[group] for group, count in params_by_group(owned, config, mesh).items())
+
+    counts, of_kind = Counter(model.block_kinds), owned_by_kind(model)
+    return ITEM_BYTES[dtype] * sum(count * own(of_kind[kind]) for kind, count in counts.items())
 
 
 def param_gathers(config: Config, mesh: Mapping[str, int]) -> tuple[dict[str, tuple[Gathered, ...]], ...]:

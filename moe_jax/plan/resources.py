@@ -89,15 +89,27 @@ class Owned(NamedTuple):
         return Owned(self.whole_matrices, sharded, expert)
 
 
+class Owners(tuple[Owned, ...]):
+    """The parameters of several owners. As they are keys of caches, their hash is computed once."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+
 @functools.lru_cache(maxsize=256)
-def owned_parameters(model: ModelConfig) -> tuple[Owned, ...]:
+def owned_parameters(model: ModelConfig) -> Owners:
     """Parameters of the embedding, each block, and the head with the last norm. A tied head is the embedding's."""
     d, table, of_kind = model.hidden_size, model.hidden_size * model.vocab_size, owned_by_kind(model)
     own_head = 0 if model.tie_word_embeddings else table
     head = Owned(d + own_head, end_matrices=own_head)
-    return (Owned(table, end_matrices=table), *(of_kind[kind] for kind in model.block_kinds), head)
+    return Owners((Owned(table, end_matrices=table), *(of_kind[kind] for kind in model.block_kinds), head))
 
 
+@functools.lru_cache(maxsize=256)
 def owned_by_kind(model: ModelConfig) -> dict[str, Owned]:
     """Parameters of a block, by its kind, `dense` or `moe`."""
     moe, d = model.moe, model.hidden_size
