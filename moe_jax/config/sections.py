@@ -342,7 +342,8 @@ class MeshConfig(HashedOnce):
 
     def expert_ranks(self, sizes: Mapping[str, int]) -> int:
         """Return the number of ranks that experts are sharded over, on a mesh of these sizes."""
-        return sizes["context"] * sizes["expert"] if self.experts_over_context else sizes["expert"]
+        outer = sizes["context"] if self.experts_over_context else 1
+        return outer * sizes["expert"] * (sizes["tensor"] if self.experts_over_tensor else 1)
 
     def expert_tensor_ranks(self, sizes: Mapping[str, int]) -> int:
         """Return the number of tensor ranks that share each expert, on a mesh of these sizes."""

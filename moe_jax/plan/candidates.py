@@ -6,9 +6,9 @@ Only settings that a draft leaves open are chosen; the others are as the draft h
 import dataclasses
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from moe_jax.config import Config, ScheduleConfig, Sections
 from moe_jax.config.draft import Draft, sections_of
@@ -30,14 +30,30 @@ Settings = Mapping[str, object]  # settings of one section
 Overrides = Mapping[str, Settings]  # settings that override those of several sections
 
 
-@dataclass(frozen=True)
-class Refused:
-    """A mesh that cannot be used, with the reason."""
+class Reason(NamedTuple):
+    """Why a mesh cannot be used."""
 
-    mesh: str
-    reason: str
+    text: str
     needed_bytes: float | None = None  # per device, if its memory is too small
     parameters_alone: bool = False  # whether these are the bytes of parameters alone, which are too large already
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A mesh that cannot be used, with the reason. Few of the reasons are read, so they are found when they are."""
+
+    mesh: str
+    find_reason: Callable[[], Reason]
+
+    @functools.cached_property
+    def why(self) -> Reason:
+        """The reason, with what it needs."""
+        return self.find_reason()
+
+    @property
+    def reason(self) -> str:
+        """The reason as text."""
+        return self.why.text
 
 
 def with_rates(schedule: ScheduleConfig, cluster: Cluster) -> ScheduleConfig:
@@ -68,7 +84,7 @@ def on_meshes(draft: Draft, cluster: Cluster) -> Iterator[Config | Refused]:
             tried = _on_mesh(mesh, least_parts)
             yield next(choices(draft, draft, tried), None) or _chosen(draft, draft, next(_on_mesh(mesh, least_parts)))
         except ConfigError as error:
-            yield Refused(mesh_text(sizes), str(error))
+            yield Refused(mesh_text(sizes), functools.partial(Reason, str(error)))
 
 
 def _on_mesh(mesh: Mapping[str, Any], least_parts: Iterable[int]) -> Iterator[Overrides]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from moe_jax.config import Config
 from moe_jax.config.draft import Draft
 from moe_jax.errors import UserError
-from moe_jax.plan.candidates import Refused, mesh_text, meshes, on_meshes
+from moe_jax.plan.candidates import Reason, Refused, mesh_text, meshes, on_meshes
 from moe_jax.plan.clusters import Cluster, find_cluster
 from moe_jax.plan.memory import parameter_bytes
 from moe_jax.plan.resources import count_parameters
@@ -29,27 +29,30 @@ def too_large(search: PlanSearch, base: Config) -> Refused | None:
     # if that is open, and allowed
     least = base if base.replicas else search.draft.choose(base, optimizer={"zero": 3})
     if (parameters := search.memory_factor * parameter_bytes(least)) > limit:
-        reason = f"needs {parameters / 1e9:.1f} of {limit / 1e9:.1f} GB at least, for parameters alone"
-        return Refused(mesh, reason, parameters, parameters_alone=True)
-    if search.fits_at_all(base):
-        return None
+        text = f"needs {parameters / 1e9:.1f} of {limit / 1e9:.1f} GB at least, for parameters alone"
+        return Refused(mesh, lambda: Reason(text, parameters, parameters_alone=True))
+    return None if search.fits_at_all(base) else Refused(mesh, lambda: _largest(search, base, limit))
+
+
+def _largest(search: PlanSearch, base: Config, limit: float) -> Reason:
+    """The memory that the mesh needs at least, with its largest item."""
     memory = search.least(base)
     largest = max(memory.parts, key=lambda name: memory.parts[name])
     needed = search.memory_factor * memory.total
-    reason = (
+    text = (
         f"needs {needed / 1e9:.1f} of {limit / 1e9:.1f} GB at least, "
         f"{memory.parts[largest] / 1e9:.1f} of them {largest}"
     )
-    return Refused(mesh, reason, needed)
+    return Reason(text, needed)
 
 
 def no_plan_message(search: PlanSearch, refused: list[Refused]) -> str:
     """The error message when no plan is feasible: the reason, and the nearest change that would help."""
-    too_large = [each for each in refused if each.needed_bytes is not None]
+    too_large = [each for each in refused if each.why.needed_bytes is not None]
     if not too_large:
         reason = f"{refused[0].mesh}: {refused[0].reason}" if refused else _no_mesh(search.draft, search.cluster)
         return f"nothing trains on {search.cluster.name} ({reason})"
-    nearest = min(too_large, key=lambda each: (each.parameters_alone, each.needed_bytes or 0.0))
+    nearest = min(too_large, key=lambda each: (each.why.parameters_alone, each.why.needed_bytes or 0.0))
     return f"nothing trains on {search.cluster.name} ({nearest.mesh}: {nearest.reason}): {_cure(search)}"
 
 

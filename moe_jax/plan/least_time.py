@@ -1,15 +1,19 @@
 """A lower bound of a step's time, without a simulation: a search skips configs whose bound exceeds a known step.
 
-Two bounds of a pass hold for every schedule, however its tasks overlap: compute and exchanges each take as long as all
-their tasks, and tasks that are split take hardly less than whole ones (`_SLACK`). A third holds if only a block's
-experts and weight gradients may overlap with its exchanges, because all of a part of the batch passes attention before
-its rows are sent: the first part of a dispatch, and the last one of a combine, then overlap with no experts.
+Two bounds of a pass hold for every schedule, however its tasks overlap: compute takes as long as all its tasks, and so
+does communication, whose exchanges, gathers of parameters and sums of gradients share a stream. Tasks that are split
+take hardly less than whole ones (`_SLACK`). A third bound holds if only a block's experts and weight gradients may
+overlap with its exchanges, because all of a part of the batch passes attention before its rows are sent: the first part
+of a dispatch, and the last one of a combine, then overlap with no experts.
+
+Gathers that start when the block before has computed (`param_gather="block"`) are waited for, as is every sum that
+follows the backward pass (`grad_reduce="end"`).
 """
 
 import functools
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from moe_jax.config import Config
 from moe_jax.config.layer_layout import GroupBlock
@@ -26,23 +30,42 @@ from moe_jax.schedule.build import make_shape
 # products of a part of the batch may leave fewer units idle.
 _SLACK = 0.05
 _UNSPLIT = make_shape("vanilla", ("moe",), weight_grad="greedy")
+_ENDS = ("embed", "head")
 _OPS = {"moe": ("attend", "expert"), "dense": ("dense",)}
 
 
 def least_step_s(config: Config, cluster: Cluster) -> float:
-    """Seconds that a step takes at least, by the same costs as its estimate.
-
-    Measured tasks, products and exchanges may take less in parts than as a whole, so the bound of their steps is 0.
-    """
-    if config.schedule.task_times is not None or cluster.device.curves or cluster.curves:
+    """Seconds that a step takes at least, by the same costs as its estimate; 0 if these are measured."""
+    if _is_measured(config, cluster):
         return 0.0
     step = Step(config, cluster)
     if config.step_facts.has_ticks:
         seconds = PipelinedStep(config, cluster, step.measured, LeastPassTimes).step_s
     else:
-        of_part_s = _BlockTimes(step).step_s(config.model.block_kinds)
-        seconds = config.train.grad_accumulation * of_part_s + step.adding_parts_s
+        seconds = _BlockTimes(step).step_s(config.model.block_kinds) + step.adding_parts_s
     return (1 - _SLACK) * (seconds + update_seconds(config, cluster, step.collectives))
+
+
+def least_work_s(config: Config, cluster: Cluster, most_parts: int) -> float:
+    """Seconds that the config's compute and exchanges take at least, in as many parts of the batch or up to
+    `most_parts`, and until all pipeline stages have something to do.
+
+    Neither sends, sums of gradients nor the update count, so that the bound holds for all ways to overlap and to save
+    memory.
+    """
+    if _is_measured(config, cluster):
+        return 0.0
+    blocks, kinds = _BlockTimes(Step(config, cluster)), config.model.block_kinds
+    work_s, stages, order = blocks.work_s(kinds), config.mesh.pipeline, config.schedule
+    passes = order.virtual_stages * most_parts  # of a stage
+    # the first pass goes through all stages, and so does the last; passes of weight gradients may run meanwhile
+    waits_s = 0.0 if order.pipeline_facts.split_weight_grad else blocks.compute_s(kinds, "FB") * (stages - 1) / passes
+    return (1 - _SLACK) ** 2 * config.train.grad_accumulation * (work_s + waits_s) / stages
+
+
+def _is_measured(config: Config, cluster: Cluster) -> bool:
+    """Whether times are measured: tasks, products and exchanges may then take less in parts than as a whole."""
+    return config.schedule.task_times is not None or bool(cluster.device.curves or cluster.curves)
 
 
 class LeastPassTimes(PassTimes):
@@ -83,27 +106,64 @@ class LeastPassTimes(PassTimes):
         )
 
 
+class _Gathers(NamedTuple):
+    """Seconds of gathers of parameters."""
+
+    seconds: float
+    waited_for: float  # while nothing computes
+
+
 class _BlockTimes:
     """Bounds for blocks of a step, for one part of the batch."""
 
     def __init__(self, step: Step):
-        self._stages, self._settings = step.compute(), step.config.schedule
+        self._step, self._stages, self._settings = step, step.compute(), step.config.schedule
         self.seconds = functools.cache(self._seconds)
         self._exchange_s = 2 * step.exchange_seconds(step.exchanged_bytes) if step.exchanged_bytes else 0.0
-        cuts_in_time = self._settings.cuts_batch and self._settings.microbatches > 1
-        self._waits = self._settings.policy in POLICY_FACTS and not cuts_in_time
+        builtin = self._settings.policy in POLICY_FACTS
+        self._cuts_in_time = not builtin or (self._settings.cuts_batch and self._settings.microbatches > 1)
+        self._waits = not self._cuts_in_time
+
+    def work_s(self, kinds: Sequence[str]) -> float:
+        """Seconds of all compute of a part of the batch, or of all its exchanges."""
+        ends_s = sum(self.seconds(end, "FBW") for end in _ENDS)
+        return max(self.compute_s(kinds, "FBW") + ends_s, 2 * kinds.count("moe") * self._exchange_s)
 
     def step_s(self, kinds: Sequence[str]) -> float:
-        """Seconds of a forward and a backward pass, embedding and head included."""
+        """Seconds of the passes of all parts of the batch, embedding and head included."""
         forward, backward = self.pass_time(kinds, "F"), self.pass_time(kinds, "B", weights=True)
-        ends = "embed", "head"
-        least_s = max(
-            forward.compute + backward.compute + sum(self.seconds(end, "FBW") for end in ends),
-            forward.exchange + backward.exchange,
+        gathers = self._gathers(kinds)
+        compute_s = forward.compute + backward.compute + sum(self.seconds(end, "FBW") for end in _ENDS)
+        if self._waits:
+            # the head's weight gradient may be computed during exchanges
+            in_order_s = forward.seconds + backward.seconds + sum(self.seconds(end, "FB") for end in _ENDS)
+            compute_s = max(compute_s, in_order_s)
+        sent_s, sums_s = forward.exchange + backward.exchange + gathers.seconds, sum(map(sum, self._step.sums_s))
+        alone_s = max(compute_s + gathers.waited_for, sent_s)
+        summed_s = alone_s + sums_s if self._settings.grad_reduce == "end" else max(alone_s, sent_s + sums_s)
+        parts = self._step.config.train.grad_accumulation
+        return parts * summed_s if self._step.sums_each_part else (parts - 1) * alone_s + summed_s
+
+    def _gathers(self, kinds: Sequence[str]) -> _Gathers:
+        """The gathers of parameters of a part of the batch."""
+        if not self._step.gathers_s:
+            return _Gathers(0.0, 0.0)
+        embedding, *blocks, head = self._step.gathers_s
+        ends_s = embedding["embed"] + head["head"]
+        # the highest block keeps its parameters for the backward pass
+        total_s = sum(sum(ops.values()) for ops in (*blocks, *blocks[:-1])) + ends_s
+        if self._step.config.param_gather != "block":
+            return _Gathers(total_s, 0.0)
+        waited_s = ends_s + sum(ops["attend"] for ops in blocks)
+        waited_s += sum(
+            ops["attend" if kind == "dense" else "expert"] for kind, ops in zip(kinds, blocks[:-1], strict=False)
         )
-        # the head's weight gradient may be computed during exchanges
-        in_order_s = forward.seconds + backward.seconds + sum(self.seconds(end, "FB") for end in ends)
-        return max(least_s, in_order_s) if self._waits else least_s
+        if not self._cuts_in_time:  # experts' parameters are gathered during attention, unless they take longer
+            attend_s = self.seconds("attend", "F")
+            waited_s += sum(
+                max(ops["expert"] - attend_s, 0.0) for kind, ops in zip(kinds, blocks, strict=True) if kind == "moe"
+            )
+        return _Gathers(total_s, waited_s)
 
     def pass_time(self, kinds: Sequence[str], direction: Literal["F", "B"], weights: bool = False) -> PassTime:
         """A forward or a backward pass of these blocks, with or without weight gradients."""

@@ -9,6 +9,7 @@ import bisect
 import contextlib
 import dataclasses
 import gc
+import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ def _plan(draft: Draft, cluster: Cluster, memory_factor: float) -> Plans:
     free = {f"mesh.{name}" for name, size in draft.mesh.sizes.items() if size == -1}
     schedule = with_rates(draft.schedule, cluster)
     search = PlanSearch(dataclasses.replace(draft, schedule=schedule, open=draft.open | free), cluster, memory_factor)
-    possible: list[MeshConfigs] = []
+    possible: list[Config] = []
     refused: list[Refused] = []
     large: list[Config] = []
     for each in on_meshes(search.draft, cluster):
@@ -95,7 +96,7 @@ def _plan(draft: Draft, cluster: Cluster, memory_factor: float) -> Plans:
             refused.append(misfit)
             large.append(each)
         else:
-            possible.append(search.fitting(each))
+            possible.append(each)
     found = _fastest(search, possible) or search.with_other_placements(large)
     slower = max(len(possible) - len(found), 0)
     if not found:
@@ -107,21 +108,35 @@ def _plan(draft: Draft, cluster: Cluster, memory_factor: float) -> Plans:
     return Plans(cluster=cluster, ranked=tuple(sorted(refined, key=step_s)), refused=tuple(refused), slower=slower)
 
 
-def _fastest(search: PlanSearch, possible: Sequence[MeshConfigs]) -> list[Candidate]:
-    """The best candidates of the fastest meshes, and of the fastest with stages, in the order of the meshes."""
+def _fastest(search: PlanSearch, bases: Sequence[Config]) -> list[Candidate]:
+    """The best candidates of the fastest meshes, and of the fastest with stages, in the order of the meshes.
+
+    Meshes are tried in the order of their lower bounds: at first of what any config takes, then of the best that fits.
+    """
     found: dict[int, Candidate] = {}
     steps_s: list[float] = []
     staged_s: list[float] = []
-    for number in sorted(range(len(possible)), key=lambda number: possible[number].least_s):
-        mesh = possible[number]
+    queue: list[tuple[float, int, MeshConfigs | None]] = [
+        (search.least_s(base), number, None) for number, base in enumerate(bases)
+    ]
+    heapq.heapify(queue)
+    while queue:
+        least_s, number, configs = heapq.heappop(queue)
+        has_stages = bases[number].mesh.pipeline > 1
         limit_s = _nth(steps_s, _RANKED)
-        if mesh.has_stages:
+        if has_stages:
             limit_s = max(limit_s, _nth(staged_s, _REFINED_STAGED))
-        if mesh.least_s <= limit_s:
-            found[number] = search.best_of(mesh)
-            bisect.insort(steps_s, step_s(found[number]))
-            if mesh.has_stages:
-                bisect.insort(staged_s, step_s(found[number]))
+        if least_s > limit_s:
+            continue
+        if configs is None:
+            configs = search.fitting(bases[number])
+            heapq.heappush(queue, (configs.least_s, number, configs))
+            continue
+        if best := search.best_of(configs, limit_s):
+            found[number] = best
+            bisect.insort(steps_s, step_s(best))
+            if has_stages:
+                bisect.insort(staged_s, step_s(best))
     return [found[number] for number in sorted(found)]
 
 

@@ -3,22 +3,27 @@
 import bisect
 import dataclasses
 import itertools
+import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from moe_jax.config import Config
 from moe_jax.config.draft import Draft, sections_of
+from moe_jax.errors import ConfigError
 from moe_jax.plan.candidates import (
     CHUNKS_MB,
     CONTEXT_FORMS,
     HEAD_BLOCKS,
     Overrides,
+    Settings,
     accumulations,
     choices,
     guesses,
     mesh_text,
     other_placements,
     pipelines,
+    plain,
     scheduled,
     schedules,
     stageless,
@@ -27,7 +32,7 @@ from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.estimate import Estimate, estimate
 from moe_jax.plan.forward import best_ranges
 from moe_jax.plan.gradients import moment_bytes
-from moe_jax.plan.least_time import least_step_s
+from moe_jax.plan.least_time import least_step_s, least_work_s
 from moe_jax.plan.memory import StepMemory, least_bytes, step_memory
 from moe_jax.plan.stage_parameters import stage_parameters_of
 from moe_jax.plan.tensor_forms import tensor_forms
@@ -71,6 +76,9 @@ class Candidate:
         return f"{most}, memory" if self.saves_memory else most
 
 
+_total = operator.attrgetter("total")
+
+
 def step_s(candidate: Candidate) -> float:
     return candidate.estimate.step_s
 
@@ -85,9 +93,20 @@ class MeshConfigs:
     def least_s(self) -> float:
         return min(least_s for _, least_s in self.configs)
 
-    @property
-    def has_stages(self) -> bool:
-        return self.configs[0][0].mesh.pipeline > 1
+
+class _Kept:
+    """Configs that are made when they are asked for, and kept."""
+
+    def __init__(self, more: Iterator[Config]):
+        self._more, self._made = more, list[Config]()
+
+    def __iter__(self) -> Iterator[Config]:
+        for place in itertools.count():
+            if place == len(self._made):
+                self._made.extend(itertools.islice(self._more, 1))
+            if place == len(self._made):
+                return
+            yield self._made[place]
 
 
 @dataclass(frozen=True)
@@ -98,14 +117,24 @@ class PlanSearch:
     cluster: Cluster
     memory_factor: float
     # configs by base, ZeRO stage, remat and parts, and memory by config: both are needed many times
-    _known: dict[tuple[Config, int, str, int], tuple[Config, ...]] = field(
-        default_factory=dict, init=False, compare=False
-    )
+    _known: dict[tuple[Config, int, str, int], _Kept] = field(default_factory=dict, init=False, compare=False)
     _memory: dict[Config, StepMemory] = field(default_factory=dict, init=False, compare=False)
     # memory of steps with ticks, by all sections but the optimizer's
     _with_ticks: dict[tuple[object, ...], StepMemory] = field(default_factory=dict, init=False, compare=False)
-    # bases and ZeRO stages whose state and gradients alone do not fit
-    _too_large: set[tuple[Config, int]] = field(default_factory=set, init=False, compare=False)
+    # bytes of state and gradients by base and ZeRO stage, and whether anything fits by these and remat
+    _states: dict[tuple[Config, int], float] = field(default_factory=dict, init=False, compare=False)
+    _fits: dict[tuple[Config, int, str], bool] = field(default_factory=dict, init=False, compare=False)
+
+    def least_s(self, base: Config) -> float:
+        """Seconds that any config of a mesh takes at least, whatever fits."""
+        possible = accumulations(base)
+        parts: Settings = {"grad_accumulation": possible[0]}
+        try:
+            simplest = self.draft.choose(base, schedule={**plain(), "remat": "none"}, train=parts)
+        except ConfigError:
+            return 0.0
+        most_parts = max(possible[-1], simplest.train.grad_accumulation)
+        return least_work_s(simplest, self.cluster, most_parts) if simplest.schedule.remat == "none" else 0.0
 
     def fitting(self, base: Config) -> MeshConfigs:
         """Configs with each way to save memory, in as few parts of the batch as fit.
@@ -130,19 +159,25 @@ class PlanSearch:
             if any(not self._saves_memory(each) for each in firsts.values()):
                 return
 
-    def best_of(self, found: MeshConfigs) -> Candidate:
-        """The fastest config of a mesh, the first among equals. Those that cannot be faster are not simulated."""
+    def best_of(self, found: MeshConfigs, limit_s: float = math.inf) -> Candidate | None:
+        """The fastest config of a mesh, the first among equals. Configs that cannot be faster are not simulated.
+
+        None if it takes longer than `limit_s` and is not known, because configs that take longer are not simulated.
+        """
         tried: dict[int, Candidate] = {}
-        for number in sorted(range(len(found.configs)), key=lambda number: found.configs[number][1]):
-            config, least_s = found.configs[number]
-            if all(least_s <= step_s(other) for other in tried.values()):
-                tried[number] = self._candidate(config)
-        return min((tried[number] for number in sorted(tried)), key=step_s)
+        least_s = [least_s for _, least_s in found.configs]
+        for number in sorted(range(len(found.configs)), key=least_s.__getitem__):
+            if least_s[number] <= min([limit_s, *map(step_s, tried.values())]):
+                tried[number] = self._candidate(found.configs[number][0])
+        best = min((tried[number] for number in sorted(tried)), key=step_s)
+        others = (least for number, least in enumerate(least_s) if number not in tried)
+        return best if all(least > step_s(best) for least in others) else None
 
     def with_other_placements(self, configs: Iterable[Config]) -> list[Candidate]:
         """The best candidate of each config with the other placement of its experts, if it fits."""
         others = (each for config in configs for each in other_placements(self.draft, config))
-        return [self.best_of(self.fitting(each)) for each in others if self.fits_at_all(each)]
+        found = (self.best_of(self.fitting(each)) for each in others if self.fits_at_all(each))
+        return [each for each in found if each]
 
     def _fitting_stages(self, base: Config) -> Iterator[Config]:
         """Pipelined configs with the cheapest savings that fit.
@@ -207,7 +242,7 @@ class PlanSearch:
         for alike in self._saving(base, zero, remat):
             yield from itertools.islice((each for each in alike if self.fits(self.memory(each))), 1)
 
-    def _saving(self, base: Config, zero: int, remat: str) -> Iterator[tuple[Config, ...]]:
+    def _saving(self, base: Config, zero: int, remat: str) -> Iterator[_Kept]:
         """Configs with these savings, the largest parts of the batch that fit first, then smaller ones."""
         possible = accumulations(base)
         for parts in possible[self._first_fitting(base, zero, remat, possible) :]:
@@ -225,19 +260,19 @@ class PlanSearch:
         if fits(0):
             return 0
         most = next(
-            index for index in reversed(range(len(possible))) if self._in_parts(base, zero, remat, possible[index])
+            index for index in reversed(range(len(possible))) if any(self._in_parts(base, zero, remat, possible[index]))
         )
         return bisect.bisect_left(range(most), True, lo=min(1, most), key=fits)
 
-    def _in_parts(self, base: Config, zero: int, remat: str, parts: int) -> tuple[Config, ...]:
+    def _in_parts(self, base: Config, zero: int, remat: str, parts: int) -> _Kept:
         """Configs with these savings and this number of parts, for each guess of a schedule."""
         if zero == 2 and (parts == 1 or base.mesh.pipeline > 1) and "optimizer.zero" in self.draft.open:
-            return ()  # the same as ZeRO 1, or refused
+            return _Kept(iter(()))  # the same as ZeRO 1, or refused
         key = base, zero, remat, parts
         if key not in self._known:
             saving: Overrides = {"optimizer": {"zero": zero}, "train": {"grad_accumulation": parts}}
             overrides = ({**saving, "schedule": {"remat": remat, **each}} for each in guesses())
-            self._known[key] = tuple(choices(self.draft, base, overrides))
+            self._known[key] = _Kept(choices(self.draft, base, overrides))
         return self._known[key]
 
     def _best_of(self, known: Candidate, overrides: Iterable[Overrides]) -> Candidate:
@@ -275,13 +310,23 @@ class PlanSearch:
         mesh = config.mesh.sizes
         if not config.step_facts.has_ticks:
             return step_memory(config, self.cluster.device.platform, mesh)
-        others = tuple(value for name, value in sections_of(config).items() if name != "optimizer")
-        others += (config.optimizer.zero == 3,)
+        others = *self._read_by_memory(config), config.optimizer.zero == 3
         if others not in self._with_ticks:
             self._with_ticks[others] = step_memory(config, self.cluster.device.platform, mesh)
         # the only memory of a step with ticks that ZeRO shards
         moments = moment_bytes(stage_parameters_of(config), config, mesh)
         return dataclasses.replace(self._with_ticks[others], optimizer=moments)
+
+    @staticmethod
+    def _read_by_memory(config: Config) -> tuple[object, ...]:
+        """What the memory of a step with ticks depends on, apart from the optimizer: schedules often need the same."""
+        schedule = config.schedule
+        facts, parts = schedule.policy_facts, schedule.microbatches if schedule.cuts_batch else 1
+        return (
+            *(value for name, value in sections_of(config).items() if name not in ("optimizer", "schedule")),
+            *(schedule.pipeline, schedule.virtual_stages, schedule.head_blocks, schedule.remat, schedule.unroll),
+            *(facts.sends_ragged and parts > 1, parts, schedule.grad_reduce),
+        )
 
     def fits(self, memory: StepMemory) -> bool:
         return self._has_room(memory.total)
@@ -292,31 +337,43 @@ class PlanSearch:
 
     def fits_at_all(self, base: Config) -> bool:
         """Whether the config fits with all ways to save memory."""
-        return any(self._fits_somehow(base, *saving) for saving in itertools.product(_ZEROS, _remats(base)[2:]))
+        # what saves most is likeliest to fit
+        savings = itertools.product(reversed(_ZEROS), reversed(_remats(base)[2:]))
+        return any(self._fits_somehow(base, *saving) for saving in savings)
 
     def least(self, base: Config) -> StepMemory:
         """The memory of the config with all ways to save memory."""
-        configs = dict.fromkeys(
-            each for zero in _ZEROS for remat in _remats(base)[2:] for each in self._least(base, zero, remat)
-        )
-        return min(map(self.memory, configs), key=lambda memory: memory.total)
+        found: dict[int, StepMemory] = {}
+        for zero in reversed(_ZEROS):
+            least = min((memory.total for memory in found.values()), default=math.inf)
+            if self._state_bytes(base, zero) > least:
+                continue
+            configs = (each for remat in _remats(base)[2:] for each in self._least(base, zero, remat))
+            if memories := list(map(self.memory, dict.fromkeys(configs))):
+                found[zero] = min(memories, key=_total)
+        return min((found[zero] for zero in sorted(found)), key=_total)
 
     def _fits_somehow(self, base: Config, zero: int, remat: str) -> bool:
-        if (base, zero) in self._too_large:
-            return False
-        for each in self._least(base, zero, remat):
-            if not self._has_room(least_bytes(each, self.cluster.device.platform)):
-                self._too_large.add((base, zero))
-                return False
-            if self.fits(self.memory(each)):
-                return True
-        return False
+        key = base, zero, remat
+        if key not in self._fits:
+            self._fits[key] = self._has_room(self._state_bytes(base, zero)) and any(
+                self.fits(self.memory(each)) for each in self._least(base, zero, remat)
+            )
+        return self._fits[key]
+
+    def _state_bytes(self, base: Config, zero: int) -> float:
+        """Bytes of state and gradients with this stage of ZeRO, which bound the memory of all its configs."""
+        if (base, zero) not in self._states:
+            tried = ({"optimizer": {"zero": zero}, "schedule": each} for each in guesses())
+            found = next(choices(self.draft, base, tried), None)
+            self._states[base, zero] = least_bytes(found, self.cluster.device.platform) if found else 0.0
+        return self._states[base, zero]
 
     def _least(self, base: Config, zero: int, remat: str) -> Iterator[Config]:
         """Configs that need least memory: more parts are smaller, but their gradients are summed in a copy."""
         parts = accumulations(base)
         by_parts = (self._in_parts(base, zero, remat, count) for count in reversed(parts))
-        yield from next(filter(None, by_parts), ())
+        yield from next(filter(any, by_parts), ())
         yield from self._in_parts(base, zero, remat, parts[0])
 
 

@@ -126,7 +126,7 @@ class Step:
         line, accumulation = self.timeline, self.config.train.grad_accumulation
         sums = sum(task.end_s - task.start_s for task in line.tasks if is_reduction(task.action))
         exchange = line.busy_s[Stream.COMMUNICATION] - sums
-        each_summed = accumulation == 1 or self.config.optimizer.zero >= 2
+        each_summed = self.sums_each_part
         alone = line.exposed_s if each_summed else self._exposed_without_sums()
         compute = line.busy_s[Stream.COMPUTE]
         adding = self.adding_parts_s
@@ -138,6 +138,11 @@ class Step:
             "sums": accumulation * sums if each_summed else sums,
             "exposed": exposed,
         }
+
+    @property
+    def sums_each_part(self) -> bool:
+        """Whether the gradients of every part of the batch are summed over devices, not only those of the last."""
+        return self.config.train.grad_accumulation == 1 or self.config.optimizer.zero >= 2
 
     @property
     def adding_parts_s(self) -> float:
@@ -171,22 +176,28 @@ class Step:
             compute={**self.compute(), **self.measured.compute},
             transfer=dict.fromkeys(("dispatch", "combine"), transfer),
             reduce=Linear(0.0, 1.0),
-            reduction_bytes=self._sums_s,
-            gather_bytes=self._gathers_s,
+            reduction_bytes=self.sums_s,
+            gather_bytes=self.gathers_s,
         )
 
     @cached_property
-    def _sums_s(self) -> tuple[tuple[float, ...], ...]:
-        different = {each for owner in self.sums for each in owner}
-        seconds = {each: each.seconds(self.collectives) for each in different}
-        return tuple(tuple(seconds[each] for each in owner) for owner in self.sums)
+    def sums_s(self) -> tuple[tuple[float, ...], ...]:
+        """Seconds of each reduction, by owner and bucket."""
+        owners = owned_parameters(self.config.model)
+        sums = dict(zip(owners, self.sums, strict=True))  # those of equal blocks are equal
+        seconds = {each: each.seconds(self.collectives) for each in {each for some in sums.values() for each in some}}
+        found = {owned: tuple(seconds[each] for each in some) for owned, some in sums.items()}
+        return tuple(found[owned] for owned in owners)
 
     @cached_property
-    def _gathers_s(self) -> tuple[dict[str, float], ...]:
-        return tuple(
-            {op: sum(each.seconds(self.collectives) for each in gathers) for op, gathers in owner.items()}
-            for owner in self._gathers
-        )
+    def gathers_s(self) -> tuple[dict[str, float], ...]:
+        """Seconds of each gather of parameters, by owner and op; () if parameters are not sharded."""
+        owners = owned_parameters(self.config.model)
+        found = {
+            owned: {op: sum(each.seconds(self.collectives) for each in gathers) for op, gathers in ops.items()}
+            for owned, ops in dict(zip(owners, self._gathers, strict=False)).items()
+        }
+        return tuple(found[owned] for owned in owners) if found else ()
 
     @cached_property
     def _gathers(self) -> tuple[dict[str, tuple[Gathered, ...]], ...]:

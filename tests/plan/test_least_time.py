@@ -1,6 +1,7 @@
 """Lower bounds of a step: no estimate is below them, and they are of use."""
 
 import dataclasses
+import random
 
 import pytest
 
@@ -8,12 +9,13 @@ from moe_jax.config import Config
 from moe_jax.config.draft import PLANNED, open_draft
 from moe_jax.config.yaml_io import load_config
 from moe_jax.plan import search
-from moe_jax.plan.candidates import choices, guesses, pipelines
+from moe_jax.plan.candidates import choices, guesses, on_meshes, pipelines, schedules
 from moe_jax.plan.clusters import find_cluster
 from moe_jax.plan.curves import curve
 from moe_jax.plan.estimate import estimate
-from moe_jax.plan.least_time import least_step_s
+from moe_jax.plan.least_time import least_step_s, least_work_s
 from moe_jax.plan.planner import plan
+from moe_jax.plan.search import PlanSearch
 
 H100S = find_cluster("h100x16")
 MODEL = [
@@ -40,6 +42,59 @@ def test_no_estimate_is_below_its_bound_and_bounds_are_near() -> None:
     assert sorted(shares)[len(shares) // 2] > 0.8
 
 
+def random_configs(seed: int, count: int) -> list[Config]:
+    """Valid steps with random meshes, ZeRO stages, schedules, sums and gathers of parameters, on one or two nodes."""
+    rng = random.Random(seed)
+    bases = [
+        load_config(None, [*MODEL, "mesh.data=16", "optimizer.zero=3", f"schedule.param_gather={gather}"])
+        for gather in ("prefetch", "block")
+    ]
+    found: dict[Config, None] = {}
+    while len(found) < count:
+        base = rng.choice(bases)
+        sizes = dict.fromkeys(base.mesh.sizes, 1)
+        for _ in range(4):
+            sizes[rng.choice(list(sizes))] *= 2
+        schedule = {**rng.choice([*schedules(), *guesses()]), "remat": rng.choice(("none", "dots", "full"))}
+        if rng.random() < 0.7:
+            schedule |= {"grad_reduce": rng.choice(("end", "block")), "bucket_cap_mb": None}
+        if sizes["pipeline"] > 1:
+            schedule |= rng.choice(list(pipelines()))
+        overrides = {
+            "mesh": sizes,
+            "train": {"grad_accumulation": rng.choice((1, 2, 4))},
+            "optimizer": {"zero": 3 if base is bases[1] else rng.choice((0, 1, 2, 3, 3))},
+            "schedule": schedule,
+        }
+        found |= dict.fromkeys(choices(open_draft(base), base, [overrides]))
+    return list(found)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_estimate_of_a_random_step_is_below_its_bounds(seed: int) -> None:
+    for config in random_configs(seed, 40):
+        step_s = estimate(config, H100S).step_s
+        assert least_step_s(config, H100S) <= step_s, config
+        assert least_work_s(config, H100S, config.train.grad_accumulation) <= step_s, config
+
+
+def test_the_bound_of_a_plain_step_with_gathers_is_its_time() -> None:
+    """Nothing overlaps but the gathers of experts' parameters with attention."""
+    for zero in (0, 1, 3):
+        config = load_config(None, [*MODEL, "mesh.data=16", f"optimizer.zero={zero}", "model.moe.num_experts=8"])
+        assert least_step_s(config, H100S) > 0.93 * estimate(config, H100S).step_s
+
+
+def test_a_mesh_has_no_config_below_its_bound() -> None:
+    """The bound of a mesh, from the work of its simplest config, against the bounds of all that fit."""
+    search = PlanSearch(open_draft(load_config(None, [*MODEL, "mesh.data=16"])), H100S, 1.0)
+    bases = [each for each in on_meshes(search.draft, H100S) if isinstance(each, Config)]
+    fitting = [(search.least_s(each), search.fitting(each).least_s) for each in bases if search.fits_at_all(each)]
+    assert len(fitting) > 10
+    assert all(least_s <= of_best_s for least_s, of_best_s in fitting)
+    assert max(least_s / of_best_s for least_s, of_best_s in fitting) > 0.6
+
+
 def test_measured_times_have_no_bound() -> None:
     """Parts may take less than the whole: here a small product has ten times the rate of a large one."""
     slow = curve("matmul", {"width": 1024}, "flops", [1e9, 1e12], [(each, each, each) for each in (1e-4, 1.0)])
@@ -53,7 +108,8 @@ def test_bounds_leave_the_plan_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None
     base = load_config(None, [*MODEL, "model.moe.capacity_factor=null", "schedule.policy=unified"])
     draft = open_draft(base, fixed=PLANNED - opened)
     bounded = plan(draft, H100S)
-    monkeypatch.setattr(search, "least_step_s", lambda config, cluster: 0.0)
+    for bound in ("least_step_s", "least_work_s"):
+        monkeypatch.setattr(search, bound, lambda *_: 0.0)
     simulated = plan(draft, H100S)
     assert simulated.slower == 0
     assert bounded.slower > 0
