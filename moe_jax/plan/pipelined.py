@@ -44,6 +44,7 @@ class PipelinedStep:
         self._times = passes(self.step, split, self.outline.has_pairs)
         self._slot_s = functools.cache(self._seconds_of_groups)
         self._ticks_s = functools.cache(self._seconds_of_ticks)
+        self._chunk = functools.cache(self._chunk_of)
         self._top = len(self.stages.groups) - 1
 
     @property
@@ -146,7 +147,7 @@ class PipelinedStep:
         ]
         return max(before_s + forward_s, arrived_s[0]) + max(head_s + backward_s + after_s + weight_s, arrived_s[1])
 
-    def _chunk(self, group: int | None) -> ChunkTimes | None:
+    def _chunk_of(self, group: int | None) -> ChunkTimes | None:
         return None if group is None else self._times.chunk(self.stages.groups[group])
 
     def _same_blocks(self, one: int | None, other: int | None) -> bool:
