@@ -324,7 +324,7 @@ def block_params(params, model: ModelConfig):
     for segment in params["segments"].values():
         for row in rows_of(segment):
             blocks += row.values()
-    assert len(blocks) == model.num_layers
+    assert len(blocks) == model.num_layers + model.num_nextn_predict_layers
     return blocks
 
 
@@ -342,12 +342,16 @@ def objective(
     end_of_text=None,
     counted_share=1.0,
     text=None,
+    mtp_weight=0.0,
+    mtp_share=1.0,
 ):
     """The loss of a whole batch, and its parts and what the routers counted by name.
 
     `sequence_B`: which sequences of the step they are, if not all, in order. `end_of_text`: the last token of each
     document, which are then attended to one by one; the loss is the mean over `counted_share` of the tokens, all but
     those that would have to predict another document, or padding. `text`: padding is neither predicted nor routed.
+    With multi-token prediction its loss has `mtp_weight`, and is the mean over `mtp_share` of all tokens but the last
+    one of each sequence.
     """
     id_T = np.ravel(token_BN1[:, :-1])
     sequence_B = np.arange(len(token_BN1)) if sequence_B is None else sequence_B
@@ -357,7 +361,10 @@ def objective(
     added = model.residual_multiplier
     choices, z_losses, dropped, counts_ME = [], 0.0, [], np.zeros((0, 0), int)
     for block, p in enumerate(block_params(params, model)):
-        attend = functools.partial(attention, p["attention"], model=model, block=block)
+        if block == model.num_layers:
+            decoded, x = x, mtp_input(p["mtp_input"], x, token_BN1, params, model)
+        view = min(block, model.num_layers - 1)  # that of multi-token prediction is the highest one's
+        attend = functools.partial(attention, p["attention"], model=model, block=view)
         y = jax.vmap(attend)(x) if end_of_text is None else by_document(attend, x, token_BN1, end_of_text)
         x = x + added * y
         h = norm(x, p["norm"], model.rms_norm_eps)
@@ -373,6 +380,16 @@ def objective(
         counts_ME = np.vstack([counts_ME.reshape(-1, count_E.size), count_E])
     balances = load_balance(choices, counts_ME, model.moe, len(x)) if choices else 0.0
     head = params["embedding"].T if model.tie_word_embeddings else params["head"]
+    mtp_loss = 0.0
+    if model.num_nextn_predict_layers:
+        logits = norm(x, params["mtp_norm"], model.rms_norm_eps) @ head / model.logits_scaling
+        picked = jnp.take_along_axis(jax.nn.log_softmax(logits)[:, :-1], token_BN1[:, 2:, None], axis=-1)
+        is_counted = np.ones(token_BN1[:, 2:].shape)
+        if end_of_text is not None:
+            is_counted = (token_BN1[:, :-2] != end_of_text) & (token_BN1[:, 1:-1] != end_of_text)
+        if text is not None:
+            is_counted = is_counted & text.is_text_BN1[:, 2:]
+        mtp_loss, x = -(picked[..., 0] * is_counted).mean() / mtp_share, decoded
     logits = norm(x, params["norm"], model.rms_norm_eps) @ head / model.logits_scaling
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), token_BN1[:, 1:, None], axis=-1)
     is_counted = np.ones(token_BN1[:, 1:].shape) if end_of_text is None else token_BN1[:, :-1] != end_of_text
@@ -380,7 +397,7 @@ def objective(
         is_counted = is_counted & text.is_text_BN1[:, 1:]
     cross_entropy = -(picked[..., 0] * is_counted).mean() / counted_share
     z_loss = (jnp.log(jnp.exp(logits).sum(-1)) ** 2 * is_counted).mean() / counted_share
-    head_loss = cross_entropy + z_loss_multiplier * z_loss
+    head_loss = cross_entropy + z_loss_multiplier * z_loss + mtp_weight * mtp_loss
     loss = head_loss + model.moe.aux_loss_coeff * balances + model.moe.z_loss_coeff * z_losses
     return loss, {
         "cross_entropy": cross_entropy,
@@ -389,7 +406,17 @@ def objective(
         "count_ME": counts_ME,
         "num_dropped_M": np.array(dropped, np.float32),
         "z_loss": z_loss,
+        **({"mtp_loss": mtp_loss} if model.num_nextn_predict_layers else {}),
     }
+
+
+def mtp_input(p, x_BND, token_BN1, params, model: ModelConfig):
+    """The normed embedding of each next token, then the normed features, by one matrix."""
+    eps = model.rms_norm_eps
+    next_BND = norm(model.embedding_multiplier * params["embedding"][token_BN1[:, 1:]], p["embedding_norm"], eps)
+    features = norm(norm(x_BND, params["norm"], eps), p["hidden_norm"], eps)
+    width = model.hidden_size
+    return next_BND @ p["projection"][:width] + features @ p["projection"][width:]
 
 
 def by_document(attend, x_BND, token_BN1, end_of_text):

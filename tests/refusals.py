@@ -682,6 +682,27 @@ REFUSED = {
         "schedule.microbatches=1024 × schedule.expert_chunks=1 × model.num_layers=32 are 32768 tasks of one kind, more "
         "than 16384: use schedule.microbatches=512, or fewer chunks"
     ),
+    "model.num_nextn_predict_layers=2": "model.num_nextn_predict_layers=2 must be at most 1",
+    "train.mtp_loss_scaling_factor=0.3": (
+        "train.mtp_loss_scaling_factor=0.3 is for multi-token prediction, and model.num_nextn_predict_layers=0: set "
+        "model.num_nextn_predict_layers=1, or train.mtp_loss_scaling_factor=0.1"
+    ),
+    "train.mtp_loss_schedule=[[100,0.3]]": (
+        "train.mtp_loss_schedule=[[100.0, 0.3]] is for multi-token prediction, and model.num_nextn_predict_layers=0: "
+        "set model.num_nextn_predict_layers=1, or train.mtp_loss_schedule=[]"
+    ),
+    "model.num_nextn_predict_layers=1 train.mtp_loss_schedule=[[9,0.3],[9,0.1]]": (
+        "train.mtp_loss_schedule=[[9.0, 0.3], [9.0, 0.1]] has [9.0, 0.1]: use pairs of a step, from 1 on and growing, "
+        "and a weight from 0 up to 1000000, as in [[10000, 0.1]]"
+    ),
+    "model.num_nextn_predict_layers=1 mesh.pipeline=2": (
+        "model.num_nextn_predict_layers=1 is not for the ticks of a pipeline, and mesh.pipeline=2: use "
+        "mesh.pipeline=1, or model.num_nextn_predict_layers=0"
+    ),
+    "model.num_nextn_predict_layers=1 schedule.pipeline=coscheduled train.grad_accumulation=2": (
+        "model.num_nextn_predict_layers=1 is not for the ticks of a pipeline, and schedule.pipeline=coscheduled: use "
+        "schedule.pipeline=1f1b, or model.num_nextn_predict_layers=0"
+    ),
     "mesh.pipeline=4 train.grad_accumulation=32768": (
         "mesh.pipeline=4 × train.grad_accumulation=32768 × schedule.virtual_stages=1 are 131072 passes, more than "
         "65536: use train.grad_accumulation=16384 or fewer"

@@ -44,6 +44,10 @@ CONFIGS = {
         optimizer=OptimizerConfig(learning_rate=3e-4, eps=1e-20, clip_norm=None, schedule="constant"),
     ),
     "scheduled": Config(model=ModelConfig(moe=MoEConfig(capacity_schedule=((10.0, 1.5), (20.0, 1.0))))),
+    "two tokens": Config(
+        model=ModelConfig(num_nextn_predict_layers=1),
+        train=TrainConfig(mtp_loss_scaling_factor=0.3, mtp_loss_schedule=((1000.0, 0.1),)),
+    ),
     "mixture": Config(
         data=DataConfig(
             path=None,
@@ -142,7 +146,7 @@ FIXED = {
         for name in ("n_group", "topk_group", "router_rank", "slots_per_expert", "shared_gate", "norm_top1_prob")
     ),
     *(f"model.rope_scaling.{name}" for name in ("factor", "attention_factor", "mscale_all_dim")),
-    "train.upcycle",
+    *("train.upcycle", "train.mtp_loss_scaling_factor", "train.mtp_loss_schedule"),
 }
 
 

@@ -36,12 +36,22 @@ class Segment:
 def segments(model: ModelConfig) -> tuple[Segment, ...]:
     """Return the model's blocks as segments, from the bottom up.
 
-    These are the dense blocks at the bottom, the whole periods above them, and the remaining blocks.
+    These are the dense blocks at the bottom, the whole periods above them, the remaining blocks, and the block of
+    multi-token prediction, which has parameters of its own and is a segment by itself.
     """
     blocks, moe, attention = list(zip(model.block_kinds, model.views, strict=True)), model.moe, model.attention
     view_period = math.lcm(attention.full_every or 1, attention.nope_every or 1)
-    bottom = moe.first_k_dense_replace if moe.num_experts else model.num_layers
-    return (*_runs(blocks[:bottom], view_period), *_runs(blocks[bottom:], math.lcm(view_period, moe.moe_layer_freq)))
+    bottom, top = moe.first_k_dense_replace if moe.num_experts else model.num_layers, model.num_layers
+    return (
+        *_runs(blocks[:bottom], view_period),
+        *_runs(blocks[bottom:top], math.lcm(view_period, moe.moe_layer_freq)),
+        *(Segment.of([block], 1) for block in blocks[top:]),
+    )
+
+
+def decoder_segments(model: ModelConfig) -> tuple[Segment, ...]:
+    """Return the segments without that of multi-token prediction."""
+    return segments(model)[: -1 if model.has_mtp else None]
 
 
 def _runs(blocks: Sequence[tuple[str, AttentionView]], period: int) -> Iterator[Segment]:

@@ -216,6 +216,8 @@ class ModelConfig(HashedOnce):
     vocab_size: int = number(256, Range(2, 2**24))
     hidden_size: int = number(256, Range(2, 2**17))
     num_layers: int = number(4, Range(1, BLOCKS))
+    # modules above the last block that predict the token after the next one (DeepSeek-V3): 0 or 1, see docs/models.md
+    num_nextn_predict_layers: int = number(0, Range(0, 1))
     num_attention_heads: int = number(4, Range(1, 2**14))
     # null: as many as num_attention_heads; fewer: grouped-query attention
     num_key_value_heads: int | None = number(None, Range(1, 2**14))
@@ -280,30 +282,46 @@ class ModelConfig(HashedOnce):
         return self.latent.v_head_dim if self.has_latents else self.head_width
 
     @property
+    def has_mtp(self) -> bool:
+        """Whether a module predicts the token after the next one."""
+        return self.num_nextn_predict_layers > 0
+
+    @property
+    def num_blocks(self) -> int:
+        """The blocks of a training step: those of the decoder, and that of multi-token prediction."""
+        return self.num_layers + self.num_nextn_predict_layers
+
+    @property
     def views(self) -> tuple[AttentionView, ...]:
-        """The attention view of each block, from the bottom up."""
+        """The attention view of each of the `num_blocks`, from the bottom up; the last one of the decoder is also that
+        of multi-token prediction.
+        """
         attention = self.attention
 
         def is_nth(block: int, every: int | None) -> bool:
             return every is not None and (block + 1) % every == 0
 
-        return tuple(
+        views = tuple(
             AttentionView(
                 window=None if is_nth(i, attention.full_every) else attention.sliding_window,
                 rope=not is_nth(i, attention.nope_every),
             )
             for i in range(self.num_layers)
         )
+        return views + views[-1:] * self.num_nextn_predict_layers
 
     @functools.cached_property
     def block_kinds(self) -> tuple[Literal["dense", "moe"], ...]:
-        """Whether each block has a dense MLP or experts, from the bottom up."""
+        """Whether each of the `num_blocks` has a dense MLP or experts, from the bottom up; multi-token prediction has a
+        block of the same kind as the decoder's last one.
+        """
         moe = self.moe
         first = moe.first_k_dense_replace
-        return tuple(
+        kinds: tuple[Literal["dense", "moe"], ...] = tuple(
             "moe" if moe.num_experts and i >= first and (i - first + 1) % moe.moe_layer_freq == 0 else "dense"
             for i in range(self.num_layers)
         )
+        return kinds + kinds[-1:] * self.num_nextn_predict_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -624,6 +642,10 @@ class TrainConfig(HashedOnce):
     # weight of the z-loss of the head's logits: the mean over tokens of their squared log-sum-exp, see docs/models.md.
     # The router's is model.moe.z_loss_coeff
     z_loss_multiplier: float = number(0.0, Range(0, LARGE))
+    # with model.num_nextn_predict_layers: weight of the loss of multi-token prediction, see docs/models.md,
+    mtp_loss_scaling_factor: float = number(0.1, Range(0, LARGE))
+    # and its changes, as pairs of a step (counted from 1) and the weight from then on: [[10000, 0.1]]
+    mtp_loss_schedule: tuple[tuple[float, ...], ...] = number((), Range(0, ANY))
     # with mesh.cpu_devices and jax below 0.11: XLA's older emitters, which compile a step in half the time. Losses of
     # different schedules or bucket sizes then agree except for their last bits, instead of bit for bit
     quick_compile: bool = False

@@ -58,6 +58,11 @@ def counted(target_BN: Int[Array, "B N"]) -> Bool[Array, "B N"]:
     return target_BN & (FIRST | UNCOUNTED) == 0
 
 
+def first(token_BN: Int[Array, "B N"]) -> Bool[Array, "B N"]:
+    """Return which tokens begin a document, other than a sequence's first token."""
+    return token_BN & FIRST != 0
+
+
 def padding(token_BN: Int[Array, "B N"]) -> Bool[Array, "B N"]:
     """Return which tokens only fill a sequence."""
     return token_BN < 0
@@ -70,4 +75,4 @@ def num_targets(token_SN1: NDArray[np.int32]) -> int:
 
 def documents(token_BN: Int[Array, "B N"]) -> Int[Array, "B N"]:
     """Return the number of each token's document in its sequence, from 0."""
-    return jax.numpy.cumsum((token_BN & FIRST != 0).astype(jax.numpy.int32), axis=1)
+    return jax.numpy.cumsum(first(token_BN).astype(jax.numpy.int32), axis=1)

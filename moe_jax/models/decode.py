@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from moe_jax.config import ModelConfig
-from moe_jax.config.layer_layout import Segment, segments
+from moe_jax.config.layer_layout import Segment, decoder_segments
 from moe_jax.models import moe as moe_layer
 from moe_jax.models.attention import attend_cached, kind_of
 from moe_jax.models.gates.inputs import RouterInputs
@@ -130,7 +130,7 @@ def _first_cache(model: ModelConfig, batch: int, slots: int, compute: ComputeCon
     one = kind_of(model).first_cache(model, batch, slots, compute.dtype)
     return [
         [jax.tree.map(lambda x, n=segment.repeats: jnp.zeros((n, *x.shape), x.dtype), one) for _ in segment.kinds]
-        for segment in segments(model)
+        for segment in decoder_segments(model)
     ]
 
 
@@ -161,7 +161,7 @@ def _extend(
     x_BND = embed(params["embedding"], token_BN, model, compute)
     position_BN = position_B[:, None] + jnp.arange(token_BN.shape[1])
     inputs, updated, below = RouterInputs(token_BN, position_BN, None, jnp.int32(0)).flat(), [], 0
-    for number, segment in enumerate(segments(model)):
+    for number, segment in enumerate(decoder_segments(model)):
         period = partial(
             _period, segment=segment, position_B=position_B, inputs=inputs.above(below), model=model, compute=compute
         )

@@ -30,11 +30,12 @@ class LossForm(NamedTuple):
 
     z_loss_multiplier: float = 0.0  # weight of the z-loss
     num_sources: int = 0  # sources of which the loss is summed separately; 0: of none
+    has_mtp: bool = False  # whether the loss of multi-token prediction is added (`models/mtp.py`)
 
     @classmethod
     def of(cls, config: Config) -> "LossForm":
         """Return the form that a config asks for."""
-        return cls(config.train.z_loss_multiplier, config.data.marked_sources)
+        return cls(config.train.z_loss_multiplier, config.data.marked_sources, config.model.has_mtp)
 
 
 class LossTerms(NamedTuple):
@@ -43,6 +44,7 @@ class LossTerms(NamedTuple):
     cross_entropy: Float[Array, ""]  # nats
     z_loss: Float[Array, ""] | None  # squared log-sum-exp of the logits; None: it has no weight
     source_loss_S: Float[Array, " S"] | None = None  # cross-entropy by source; None: of no mixture
+    mtp_loss: Float[Array, ""] | None = None  # nats of multi-token prediction; None: there is none
 
 
 class HeadLoss(NamedTuple):
@@ -155,8 +157,9 @@ def _by_chunks(
 
 def no_loss(form: LossForm) -> LossTerms:
     """Return the terms before any token is added."""
+    zero = jnp.float32(0)
     source_loss_S = jnp.zeros(form.num_sources) if form.num_sources else None
-    return LossTerms(jnp.float32(0), jnp.float32(0) if form.z_loss_multiplier else None, source_loss_S)
+    return LossTerms(zero, zero if form.z_loss_multiplier else None, source_loss_S, zero if form.has_mtp else None)
 
 
 def _losses(

@@ -12,7 +12,7 @@ from flax import nnx
 
 from moe_jax.config import ModelConfig
 from moe_jax.config.gates import gate_parameters
-from moe_jax.config.layer_layout import segments
+from moe_jax.config.layer_layout import decoder_segments, segments
 from moe_jax.parallel.sharding import Dims
 from moe_jax.parallel.trees import ParamDims, Params, Tree
 
@@ -150,16 +150,28 @@ def _gate_parameter(declare: _Declare, initial: str | float, dims: dict[str, int
     return declare.matrix(_ROUTER_STD if initial == "router" else next(iter(dims.values())) ** -0.5, **dims)
 
 
-class Block(nnx.Module):
-    """Attention, then an MLP or an MoE layer."""
+class MTPInput(nnx.Module):
+    """Two norms, of the last features and of the next token's embedding, and the projection of both together."""
 
-    def __init__(self, kind: str, model: ModelConfig, declare: _Declare):
+    def __init__(self, model: ModelConfig, declare: _Declare):
+        d = model.hidden_size
+        self.embedding_norm = declare.scale(model=d)
+        self.hidden_norm = declare.scale(model=d)
+        self.projection = declare.matrix((2 * d) ** -0.5, joined=2 * d, model=d)
+
+
+class Block(nnx.Module):
+    """Attention, then an MLP or an MoE layer. That of multi-token prediction also makes its own input."""
+
+    def __init__(self, kind: str, model: ModelConfig, declare: _Declare, is_mtp: bool = False):
         self.attention = (LatentAttention if model.has_latents else GroupedAttention)(model, declare)
         self.norm = declare.scale(model=model.hidden_size)
         if kind == "moe":
             self.moe = MoELayer(model, declare)
         else:
             self.mlp = MLP(model, model.intermediate_size, declare)
+        if is_mtp:
+            self.mtp_input = MTPInput(model, declare)
 
 
 class Transformer(nnx.Module):
@@ -169,10 +181,15 @@ class Transformer(nnx.Module):
         declare, std = _Declare(rngs), model.hidden_size**-0.5
         self.embedding = declare.matrix(std, vocab=model.vocab_size, model=model.hidden_size)
         self.segments = nnx.List(
-            nnx.List(Block(kind, model, _Declare(rngs, segment.repeats)) for kind in segment.kinds)
-            for segment in segments(model)
+            nnx.List(
+                Block(kind, model, _Declare(rngs, segment.repeats), is_mtp=number >= len(decoder_segments(model)))
+                for kind in segment.kinds
+            )
+            for number, segment in enumerate(segments(model))
         )
         self.norm = declare.scale(model=model.hidden_size)
+        if model.has_mtp:
+            self.mtp_norm = declare.scale(model=model.hidden_size)  # the last norm of multi-token prediction
         if not model.tie_word_embeddings:
             self.head = declare.matrix(std, model=model.hidden_size, vocab=model.vocab_size)
 

@@ -6,6 +6,7 @@ B·N, D model width, M blocks with experts, E experts.
 
 import dataclasses
 import re
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.config import AttentionView, Config, ExchangeConfig, ModelConfig
 from moe_jax.config.attention_kernels import Capability, kernel_of
-from moe_jax.config.layer_layout import Segment, segments
+from moe_jax.config.layer_layout import Segment, decoder_segments, segments
 from moe_jax.config.registry import EXCHANGE_FACTS, OPEN_EXCHANGE, REDUCTION_FACTS
 from moe_jax.config.validate import check_context_split, check_node_split, check_tensor_split
 from moe_jax.distributed.hosts import hosts
@@ -38,6 +39,7 @@ from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct, pr
 from moe_jax.models.hooks import hooks_of
 from moe_jax.models.layers import mlp, rms_norm, scaled
 from moe_jax.models.moe import RouterContext, RouterStats, run_experts
+from moe_jax.models.mtp import mtp_input
 from moe_jax.parallel.all_to_all import BY_NODE, check_exchange
 from moe_jax.parallel.gathered_params import save_all_but_gathered
 from moe_jax.parallel.mesh import Axes, Axis, expert_axis
@@ -166,6 +168,14 @@ def capability_of(device: jax.Device) -> Capability | None:
     return (int(found[1]), int(found[2])) if found else None
 
 
+class Output(NamedTuple):
+    """What the blocks return."""
+
+    x_BND: Float[Array, "B N D"]  # the residual stream after the decoder's last block
+    stats: RouterStats | None  # with a leading dimension M; None if no block has experts
+    mtp_BND: Float[Array, "B N D"] | None = None  # after the block of multi-token prediction, if that was asked for
+
+
 class Routed(NamedTuple):
     """The state of a block with experts before its dispatch."""
 
@@ -271,26 +281,30 @@ def forward(
     slot_ME: Int[Array, "M E"] | None = None,
     document_BL: Int[Array, "B L"] | None = None,
     gathers: Tree | None = None,
-) -> tuple[Float[Array, "B N D"], RouterStats | None]:
+    next_BN: Int[Array, "B N"] | None = None,
+) -> Output:
     """Return the residual stream after the blocks and router statistics.
 
     If `document_BL` has the document of each token of whole sequences, tokens attend to their own document (see
-    `attend`). Statistics have a leading dimension M; they are None if no block has experts. `gathers` returns each
-    array of a block whole, by segment, if `params` has shards of them; the backward pass gathers them again.
+    `attend`). `gathers` returns each array of a block whole, by segment, if `params` has shards of them; the backward
+    pass gathers them again. With `next_BN`, the token after each one, the block of multi-token prediction runs, too.
     """
-    x_BND = embed(params["embedding"], token_BN, model, compute)
+    x_BND, decoded_BND = embed(params["embedding"], token_BN, model, compute), None
     stats, below, moe_below = [], 0, 0
-    for number, segment in enumerate(segments(model)):
+    for number, segment in enumerate(decoder_segments(model) if next_BN is None else segments(model)):
         own = router_inputs and router_inputs.above(below)
         moe_here = segment.kinds.count("moe") * segment.repeats
         slots = None if slot_ME is None else slot_ME[moe_below : moe_below + moe_here]
         run = partial(_run_segment, document_BL=document_BL, gathers=None if gathers is None else gathers[number])
+        if next_BN is not None and below == model.num_layers:
+            decoded_BND, next_BND = x_BND, embed(params["embedding"], next_BN, model, compute)
+            run = partial(run, enter=partial(mtp_input, norm_D=params["norm"], next_BnD=next_BND, model=model))
         x_BND, segment_stats = run(params["segments"][number], x_BND, segment, model, compute, own, slots)
         stats += segment_stats
         below += len(segment.kinds) * segment.repeats
         moe_below += moe_here
     in_order = jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats) if stats else None
-    return x_BND, in_order
+    return Output(x_BND, in_order) if decoded_BND is None else Output(decoded_BND, in_order, x_BND)
 
 
 REMAT_POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
@@ -306,10 +320,12 @@ def _run_segment(
     slot_mE: jax.Array | None,
     document_BL: jax.Array | None,
     gathers: Tree | None,
+    enter: Callable[[Any, jax.Array], jax.Array] | None = None,
 ) -> tuple[jax.Array, list[RouterStats]]:
     """Scan over the segment's periods, with experts in the slots `slot_mE`.
 
-    Statistics come back as one tree in a list, with blocks in order; the list is empty without experts.
+    `enter` makes the input of the block of multi-token prediction, which is a segment by itself. Statistics come back
+    as one tree in a list, with blocks in order; the list is empty without experts.
     """
     length = len(segment.kinds)
 
@@ -319,6 +335,8 @@ def _run_segment(
         params, iteration, slots = inputs
         if gathers is not None:
             params = jax.tree.map(lambda gather, shard: gather(shard), gathers, params)
+        if enter is not None:
+            x_BND = enter(params[0]["mtp_input"], x_BND)
         stats = []
         for place, view in enumerate(segment.views):
             own = (

@@ -21,6 +21,7 @@ AXES_OF_DIM: dict[str, tuple[Axis, ...]] = {
     # whole on every device
     "vocab": (),
     "model": (),
+    "joined": (),  # an embedding and features, one after the other
     "head": (),
     "latent": (),  # every tensor rank computes the latents of its own tokens
     "choices": (),  # experts as the router's outputs

@@ -23,6 +23,7 @@ def step_shape(config: Config, mesh: Mapping[str, int], reductions: Sequence[int
         param_gather=config.param_gather,
         reductions=tuple(reductions),
         tied=model.tie_word_embeddings,
+        mtp=model.has_mtp,
         # all tensor ranks have the bias vectors of an expert that they share
         local_experts=copies == 1 and not (model.moe.bias and config.mesh.expert_tensor_ranks(mesh) > 1),
     )

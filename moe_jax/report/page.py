@@ -27,6 +27,7 @@ _CURVES: dict[str, tuple[tuple[str, str, dict[str, bool]], ...]] = {
         ("Learning rate", "learning_rate", {}),
         ("Gradient norm", "grad_norm", {"log_if_wide": True}),
         ("z-loss of the logits", "z_loss", {}),
+        ("Loss of multi-token prediction", "mtp_loss", {}),
     ),
     "Speed": (
         ("Tokens per second", "tokens_per_s", {"from_zero": True}),

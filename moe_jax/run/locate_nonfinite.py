@@ -25,12 +25,13 @@ from moe_jax.files.atomic import write_atomically
 from moe_jax.models.gates.inputs import BatchPart
 from moe_jax.models.head import unembed
 from moe_jax.models.moe import RouterContext
+from moe_jax.models.mtp import mtp_input
 from moe_jax.models.transformer import block, embed
 from moe_jax.parallel import background
 from moe_jax.parallel.pipeline import stage, sum_over_stages
 from moe_jax.parallel.ranks import of_all_devices
 from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED
-from moe_jax.parallel.trees import Params
+from moe_jax.parallel.trees import Params, Tree
 from moe_jax.run.setup import Run
 from moe_jax.step import fault_injection as faults
 from moe_jax.step.compile import config_at
@@ -54,7 +55,7 @@ def write_first_bad(run: Run, state: State, bad: BadStep) -> dict[str, Any]:
     params, slot_ME = state["params"], slots_of(state)
     wrong_WP = jax.device_get(_outputs(config, mesh)(params, batch, done, slot_ME))
     gradients = _wrong_parameters(_gradients(config, mesh)(params, batch, done, slot_ME), config)
-    places = ["embedding", *(f"block {k}" for k in range(config.model.num_layers)), "logits"]
+    places = ["embedding", *(f"block {k}" for k in range(config.model.num_blocks)), "logits"]
     first = next((w for w, wrong_P in enumerate(wrong_WP) if wrong_P.any()), None)
     rows, sources = batch_samples(run.sources, run.mixture, step - 1), config.data.sources
     found = {
@@ -101,6 +102,15 @@ def _wrong_outputs(params: Params, inputs: StepInputs, context: StepContext) -> 
     model, stages, compute, slot_ME = context.config.model, context.stages, context.compute, inputs.slot_ME
     router_inputs, document_bN = inputs.router_inputs(context), inputs.document_BN(context)
 
+    mtp = inputs.mtp(context)
+
+    def input_of(block: Tree, x_bND: jax.Array) -> jax.Array:
+        """The input of a block from what is below it, which multi-token prediction changes."""
+        if mtp is None or "mtp_input" not in block:
+            return x_bND
+        next_bND = embed(params["embedding"], mtp.next_Bn, model, compute)
+        return mtp_input(block["mtp_input"], x_bND, norm_D=params["norm"], next_BnD=next_bND, model=model)
+
     def through(number: int, segment: Segment, x_bND: jax.Array, below: int, moe_below: int) -> Any:
         total, *rows = stages.layout[number]
         kinds, own = segment.kinds, total // stages.stages
@@ -113,6 +123,7 @@ def _wrong_outputs(params: Params, inputs: StepInputs, context: StepContext) -> 
                 m = moe_below + iteration * kinds.count("moe") + kinds[:place].count("moe")
                 slot_E = None if slot_ME is None or kinds[place] != "moe" else slot_ME[m]
                 own_context = RouterContext(own_inputs, slot_E=slot_E)
+                x_bND = input_of(blocks[place], x_bND)
                 x_bND, _ = block(blocks[place], x_bND, model, view, compute, own_context, document_bN)
                 wrong.append(_is_wrong(x_bND))
             return x_bND, jnp.stack(wrong)
@@ -126,7 +137,9 @@ def _wrong_outputs(params: Params, inputs: StepInputs, context: StepContext) -> 
         found.append(wrong.ravel())
         below += wrong.size
         moe_below += segment.kinds.count("moe") * segment.repeats
-    x_TD = x_bND.reshape(-1, model.hidden_size)
+        if below <= model.num_layers:
+            decoded_bND = x_bND
+    x_TD = decoded_bND.reshape(-1, model.hidden_size)
     chunk = tokens_of_chunk(len(x_TD), model.vocab_size, compute.loss_chunk)
     wrong_T = jax.lax.map(lambda x_D: _is_wrong(unembed(params, x_D[None, None], model)), x_TD, batch_size=chunk)
     return jnp.concatenate([*found, wrong_T.any()[None]])

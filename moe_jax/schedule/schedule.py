@@ -71,7 +71,7 @@ def _read_line(line: str) -> tuple[str, object]:
                 return name, tuple(map(int, value.split()))
             case "kinds":
                 return name, tuple(value.split())
-            case "sharded_experts" | "tied" | "local_experts":
+            case "sharded_experts" | "tied" | "mtp" | "local_experts":
                 return name, {"true": True, "false": False}[value]
     except (ValueError, KeyError):
         raise ScheduleError(

@@ -50,6 +50,7 @@ class StepShape:
     sharded_experts: bool = False  # gather tokens before the experts, scatter sums after them
     tied: bool = False  # embedding and head are one matrix, owned by embed
     param_gather: str = "none"  # when a block's parameters are gathered (param_gathers.py); none: they are not sharded
+    mtp: bool = False  # the highest block is that of multi-token prediction, which also computes with the last norm
     local_experts: bool = False  # no other device shares a device's experts: their gradients are not reduced
 
     def __post_init__(self) -> None:
@@ -121,7 +122,8 @@ class StepShape:
         head = self.stages[-1]
         direction = "W" if self.split_weight_grad else "B"
         if owner == len(self.kinds) + 1:
-            return self.tasks_of(direction, head)
+            of_norm = [ChainStage("attend", len(self.kinds) - 1)] if self.mtp else []
+            return [task for stage in (head, *of_norm) for task in self.tasks_of(direction, stage)]
         if owner == 0:  # the embedding has no input gradient: B.embed is its weight gradient
             return self.tasks_of("B", self.stages[0]) + (self.tasks_of(direction, head) if self.tied else [])
         stages = [stage for stage in self.stages if stage.block == owner - 1 and stage.op in _WITH_WEIGHTS]

@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages
 from moe_jax.data import token_marks
 from moe_jax.models.gates.inputs import EVALUATION, BatchPart, RouterInputs
 from moe_jax.models.head import NO_TARGET, SOURCE_STEP
+from moe_jax.models.mtp import MTPInputs, mtp_scale
 from moe_jax.models.parameters import param_dims
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel import zero
@@ -145,6 +146,7 @@ class StepInputs(NamedTuple):
     source_targets_S: Int[Array, " S"] | None = None  # the same by source of a mixture
     num_routed: Int[Array, ""] | None = None  # tokens of the global batch that are not padding; None: all tokens
     replayed_LGk: Int[Array, "L G k"] | None = None  # experts of a record, by block; None: gates choose them
+    num_mtp_targets: Int[Array, ""] | None = None  # like num_targets, of multi-token prediction; None: all but one each
 
     @classmethod
     def of(
@@ -166,7 +168,11 @@ class StepInputs(NamedTuple):
         is_counted_Bn, source_Bn = token_marks.counted(target_Bn), token_marks.sources(target_Bn)
         of_source = [(is_counted_Bn & (source_Bn == source)).sum() for source in range(data.marked_sources)]
         is_text_Bn = ~token_marks.padding(input_Bn)
-        total = sum_over_batch(jnp.stack([is_text_Bn.sum(), *(of_source or [is_counted_Bn.sum()])]))
+        counts = [is_text_Bn.sum(), *(of_source or [is_counted_Bn.sum()])]
+        if context.config.model.has_mtp:
+            counts.append(_is_mtp_target(_next_tokens(token_BN1, token_marks.UNCOUNTED)).sum())
+        total = sum_over_batch(jnp.stack(counts))
+        mtp, total = (total[-1], total[:-1]) if context.config.model.has_mtp else (None, total)
         return cls(
             depend_on(token_BN1, total, platform),
             batch_part,
@@ -174,6 +180,7 @@ class StepInputs(NamedTuple):
             num_targets=total[1:].sum(),
             source_targets_S=total[1:] if of_source else None,
             num_routed=total[0] if data.mask_documents else None,
+            num_mtp_targets=mtp,
         )
 
     @property
@@ -208,6 +215,24 @@ class StepInputs(NamedTuple):
             target_Bn += token_marks.sources(own.target_Bn) * SOURCE_STEP
         return OwnTokens(token_marks.indices(own.input_Bn), jnp.where(is_counted, target_Bn, NO_TARGET))
 
+    def mtp(self, context: StepContext) -> MTPInputs | None:
+        """Return what multi-token prediction reads; None without it, and in evaluation.
+
+        Its loss does not count a token whose loss the decoder does not count, or from which a document border
+        separates the one to predict from.
+        """
+        step, data = self.batch_part.step, context.config.data
+        if step is None or not context.config.model.has_mtp:
+            return None
+        scale = mtp_scale(context.config.train, step)
+        if not self.has_marks:
+            own = _next_tokens(self.token_BN1, NO_TARGET)
+            return MTPInputs(*own, context.config.train.batch_size * (data.seq_len - 1), scale)
+        assert self.num_mtp_targets is not None, "counted with the other targets"
+        own = _next_tokens(self.token_BN1, token_marks.UNCOUNTED)
+        target_Bn = jnp.where(_is_mtp_target(own), token_marks.indices(own.target_Bn), NO_TARGET)
+        return MTPInputs(token_marks.indices(own.input_Bn), target_Bn, jnp.maximum(self.num_mtp_targets, 1), scale)
+
     def document_BN(self, context: StepContext) -> Int[Array, "B N"] | None:
         """Return the document of each token in its sequence; None: tokens attend to all documents."""
         return token_marks.documents(self.token_BN1[:, :-1]) if context.config.data.mask_documents else None
@@ -229,3 +254,14 @@ class StepInputs(NamedTuple):
         return self.batch_part.router_inputs(
             id_BN, context.config.model.moe, context.compute.seed, is_padding_BN, self.replayed_LGk, records
         )
+
+
+def _next_tokens(token_BN1: Int[Array, "B N1"], after_last: int) -> OwnTokens:
+    """Return for each token of this device the one that follows it, and the one after that."""
+    end_B1 = jnp.full((len(token_BN1), 1), after_last, token_BN1.dtype)
+    return local_tokens(jnp.concatenate([token_BN1[:, 1:], end_B1], axis=1))
+
+
+def _is_mtp_target(own: OwnTokens) -> Bool[Array, "B n"]:
+    """Return which of the `_next_tokens`, with marks, the loss of multi-token prediction counts."""
+    return token_marks.counted(own.target_Bn) & ~token_marks.first(own.input_Bn)

@@ -28,13 +28,17 @@ class ObjectiveParts(NamedTuple):
     num_dropped_M: Float[Array, " M"]
     z_loss: Float[Array, ""] | None = None  # of the head's logits, mean per token; None: it has no weight
     source_loss_S: Float[Array, " S"] | None = None  # the parts of the cross-entropy by source; None: of no mixture
+    mtp_loss: Float[Array, ""] | None = None  # mean nats per token of multi-token prediction; None: there is none
     expert_MGk: Int[Array, "M G k"] | None = None  # expert + 1 of the tokens of this share; None: nothing is recorded
 
-    def head_loss(self, z_loss_multiplier: float) -> Float[Array, ""]:
-        """Return the cross-entropy plus the weighted z-loss of the logits, if there is one."""
-        if self.z_loss is None:
-            return self.cross_entropy
-        return self.cross_entropy + z_loss_multiplier * self.z_loss
+    def head_loss(self, z_loss_multiplier: float, mtp_scale: Float[Array, ""] | float = 0.0) -> Float[Array, ""]:
+        """Return the cross-entropy plus the weighted z-loss of the logits and the weighted loss of multi-token
+        prediction, if there are any.
+        """
+        total = self.cross_entropy
+        if self.z_loss is not None:
+            total = total + z_loss_multiplier * self.z_loss
+        return total if self.mtp_loss is None else total + mtp_scale * self.mtp_loss
 
     def auxiliary(self, moe: MoEConfig) -> Float[Array, ""]:
         """Return the weighted losses of the routers, which are added to the loss of the head."""
@@ -55,7 +59,7 @@ def parts_of(
     """
     if stats is None or global_count_ME is None:
         none = jnp.zeros((0, 0), jnp.int32), jnp.zeros(0)
-        return ObjectiveParts(head.cross_entropy, *(jnp.float32(0),) * 2, *none, head.z_loss, head.source_loss_S)
+        return ObjectiveParts(head.cross_entropy, *(jnp.float32(0),) * 2, *none, *head[1:])
     return ObjectiveParts(
         cross_entropy=head.cross_entropy,
         load_balance_loss=load_balance_loss(stats, global_count_ME, global_tokens, moe),
@@ -64,12 +68,18 @@ def parts_of(
         num_dropped_M=stats.num_dropped.astype(jnp.float32),
         z_loss=head.z_loss,
         source_loss_S=head.source_loss_S,
+        mtp_loss=head.mtp_loss,
         expert_MGk=stats.expert_Gk,
     )
 
 
 def metrics_of(
-    total: ObjectiveParts, norm: jax.Array, rate: jax.Array, moe: MoEConfig, z_loss_multiplier: float
+    total: ObjectiveParts,
+    norm: jax.Array,
+    rate: jax.Array,
+    moe: MoEConfig,
+    z_loss_multiplier: float,
+    mtp_scale: Float[Array, ""] | float = 0.0,
 ) -> Metrics:
     """Return the metrics of a step from the sums over devices, the gradient norm and the learning rate."""
     metrics = {
@@ -79,13 +89,15 @@ def metrics_of(
     }
     if total.z_loss is not None:
         metrics["z_loss"] = total.z_loss
+    if total.mtp_loss is not None:
+        metrics["mtp_loss"] = total.mtp_loss
     if not total.count_ME.size:
-        return metrics | {"loss": total.head_loss(z_loss_multiplier)}
+        return metrics | {"loss": total.head_loss(z_loss_multiplier, mtp_scale)}
     auxiliary = total.auxiliary(moe)
     load_ME = share_of_pairs(total.count_ME)
     pairs_M = total.count_ME.sum(axis=-1).astype(jnp.float32)  # the sum over blocks may exceed 32 bits
     return metrics | {
-        "loss": total.head_loss(z_loss_multiplier) + auxiliary,
+        "loss": total.head_loss(z_loss_multiplier, mtp_scale) + auxiliary,
         "load_balance_loss": total.load_balance_loss,
         "router_z_loss": total.router_z_loss,
         "dropped_fraction": total.num_dropped_M.sum() / jnp.maximum(pairs_M.sum(), 1),

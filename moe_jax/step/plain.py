@@ -22,7 +22,8 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from moe_jax.models.gates.inputs import BatchPart
-from moe_jax.models.head import LossForm, head_loss
+from moe_jax.models.head import LossForm
+from moe_jax.models.mtp import decoder_loss, mtp_scale
 from moe_jax.models.transformer import forward
 from moe_jax.parallel import background
 from moe_jax.parallel.grad_sync import global_norm, sum_over_batch, sync_gradients
@@ -48,18 +49,22 @@ def objective(params: Params, inputs: StepInputs, context: StepContext) -> tuple
     With `optimizer.zero=3` blocks are gathered one by one (`models/transformer.py`); the embedding and the head in
     `params` are whole.
 
-    The loss is cross-entropy + the weighted z-loss of the logits + weighted load-balance and router z losses. The
-    shares of all devices add up to the loss of the global batch, and their gradients to its gradient. So no sum over
-    devices is differentiated, only exchanges and the transfers between tensor and context ranks.
+    The loss is cross-entropy + the weighted z-loss of the logits + the weighted loss of multi-token prediction
+    (`models/mtp.py`) + weighted load-balance and router z losses. The shares of all devices add up to the loss of the
+    global batch, and their gradients to its gradient. So no sum over devices is differentiated, only exchanges and the
+    transfers between tensor and context ranks.
     """
     model, compute, tokens = context.config.model, context.compute, inputs.routed_tokens(context)
     input_Bn, target_Bn = inputs.local_tokens()  # each context and tensor rank has n of N tokens
-    router_inputs, document_BN = inputs.router_inputs(context), inputs.document_BN(context)
-    x_BnD, stats = forward(
-        *(params, input_Bn, model, compute, router_inputs, inputs.slot_ME, document_BN, context.block_gathers)
+    router_inputs, document_BN, mtp = inputs.router_inputs(context), inputs.document_BN(context), inputs.mtp(context)
+    x_BnD, stats, mtp_BnD = forward(
+        *(params, input_Bn, model, compute, router_inputs, inputs.slot_ME, document_BN, context.block_gathers),
+        next_BN=None if mtp is None else mtp.next_Bn,
     )
-    sums = head_loss(params, x_BnD, target_Bn, model, compute.loss_chunk, LossForm.of(context.config))
-    head = jax.tree.map(lambda total: total / inputs.loss_divisor(context), sums)
+    head = decoder_loss(
+        *(params, x_BnD, target_Bn, inputs.loss_divisor(context), model, compute.loss_chunk),
+        *(LossForm.of(context.config), mtp_BnD, mtp),
+    )
     count_ME = None if stats is None else sum_over_batch(stats.count_E)
     parts = parts_of(head.terms, stats, count_ME, tokens, model.moe)
     return head.total + parts.auxiliary(model.moe), parts
@@ -130,7 +135,8 @@ def train_step(
         parts = jax.tree.map(lambda part: depend_on(part, norm, compute.platform) if part.size else part, parts)
     total = sum_over_batch(parts)
     rate = learning_rate(config)(updates_done(state["optimizer"]))
-    metrics = metrics_of(total, norm, rate, config.model.moe, config.train.z_loss_multiplier)
+    scale = mtp_scale(config.train, state["step"]) if config.model.has_mtp else 0.0
+    metrics = metrics_of(total, norm, rate, config.model.moe, config.train.z_loss_multiplier, scale)
     if total.source_loss_S is not None:
         metrics["source_loss"] = inputs.mean_by_source(total.source_loss_S)
     if total.expert_MGk is not None:

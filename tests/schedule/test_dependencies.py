@@ -14,6 +14,7 @@ from tests.schedule.steps import schedules
 UNIFIED = make_shape("unified", ["moe", "moe"], 2)
 CHUNKED = make_shape("expert_pipeline", ["moe", "moe"], 4, 2, weight_grad="greedy", grad_reduce="block")
 COARSER = make_shape("unified", ["dense", "moe"], 4, 2, grad_reduce="block", tied=True)
+MTP = make_shape("unified", ["moe", "dense"], 2, weight_grad="greedy", grad_reduce="block", mtp=True)
 SHARDED = make_shape("unified", ["moe"], 2, sharded_experts=True)
 
 
@@ -42,6 +43,8 @@ SHARDED = make_shape("unified", ["moe"], 2, sharded_experts=True)
         (CHUNKED, "G.embed.0", "B.embed.0"),
         (COARSER, "B.attend.0.1", "B.attend.1.1 F.attend.0.2 F.attend.0.3"),
         (COARSER, "G.embed.0", "B.embed.0 B.embed.1 B.head.0 B.head.1"),
+        (MTP, "G.head.0", "W.head.0 W.head.1 W.attend.1.0 W.attend.1.1"),
+        (MTP, "G.reduce.1.0", "W.attend.1.0 W.attend.1.1"),
         (SHARDED, "F.expert.0.1", "F.gather.0.1"),
         (SHARDED, "B.dispatch.0.1", "B.gather.0.1"),
     ],

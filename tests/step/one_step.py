@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from moe_jax.config import Config, MigrationConfig, ModelConfig
+from moe_jax.config import Config, MigrationConfig, ModelConfig, TrainConfig
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.yaml_io import load_config
 from moe_jax.data.token_marks import PADDING, UNCOUNTED, mark_documents
@@ -96,7 +96,8 @@ def trained(config: Config) -> Step:
         trees = by_expert(trees, jnp.asarray(slots_of(state)), stages)
     trees = {name: in_order(tree, stages) for name, tree in trees.items()}
     names = ("loss", "grad_norm", *(["z_loss"] if config.train.z_loss_multiplier else []))
-    assert ("z_loss" in metrics) == ("z_loss" in names)
+    names += ("mtp_loss",) if config.model.has_mtp else ()
+    assert all((name in metrics) == (name in names) for name in ("z_loss", "mtp_loss"))
     if config.model.moe.num_experts:
         names += (*LOSSES, "expert_load", "block_dropped_fraction")
     return Step({name: metrics[name] for name in names}, by_path(trees["mu"]), by_path(trees["params"]))
@@ -151,7 +152,8 @@ def reference(config: Config) -> Step:
     sequence_DAb = np.arange(config.train.batch_size).reshape(_sources(config), parts, -1)
     found = [_of_part(config, sequence_DAb[:, part].ravel()) for part in range(parts)]
     losses, grads = zip(*found, strict=True)
-    mean = {name: np.mean([each[name] for each in losses]) for name in ("loss", "z_loss", *LOSSES)}
+    names = ("loss", "z_loss", *LOSSES, *(["mtp_loss"] if config.model.has_mtp else []))
+    mean = {name: np.mean([each[name] for each in losses]) for name in names}
     count_ME, num_dropped_M = (sum(np.asarray(each[name]) for each in losses) for name in ("count_ME", "num_dropped_M"))
     grad = by_path(jax.tree.map(lambda *each: sum(each) / parts, *grads))
     norm = math.sqrt(sum(np.square(leaf).sum() for leaf in grad.values()))
@@ -173,6 +175,7 @@ def _of_part(config: Config, sequence_b: np.ndarray) -> tuple[dict[str, Any], An
         *(some_params(model), tokens_of(config)[sequence_b], model, _sources(config), buffer),
         *(sizes["tensor"], sizes["context"], (config.train.seed, STEP), sequence_b),
         *(config.train.z_loss_multiplier, *_documents(config, sequence_b)),
+        *(_mtp_weight(config.train), _mtp_share(config)),
     )
     return jax.device_get(rest | {"loss": loss}), jax.device_get(grads)
 
@@ -184,6 +187,23 @@ def _documents(config: Config, sequence_b: np.ndarray) -> tuple[int | None, floa
     is_text_BN1, token_BN1 = ~padding_of(config), tokens_of(config)
     counted = np.mean((token_BN1[:, :-1] != END_OF_TEXT) & is_text_BN1[:, 1:])
     return END_OF_TEXT, float(counted), references.Text(is_text_BN1[sequence_b], float(is_text_BN1[:, :-1].mean()))
+
+
+def _mtp_weight(train: TrainConfig) -> float:
+    """In the step after STEP."""
+    weight = train.mtp_loss_scaling_factor
+    for first, later in train.mtp_loss_schedule:
+        weight = later if first <= STEP + 1 else weight
+    return weight
+
+
+def _mtp_share(config: Config) -> float:
+    """The share of tokens, but the last of each sequence, whose next token but one counts."""
+    if not config.data.mask_documents:
+        return 1.0
+    token_BN1 = tokens_of(config)
+    is_of_document = (token_BN1[:, :-2] != END_OF_TEXT) & (token_BN1[:, 1:-1] != END_OF_TEXT)
+    return float(np.mean(is_of_document & ~padding_of(config)[:, 2:]))
 
 
 def _sources(config: Config) -> int:

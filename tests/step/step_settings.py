@@ -117,6 +117,11 @@ FACTORS: dict[str, dict[str, str]] = {
         "pooled": "model.moe.load_balancing_type=pooled",
         "sequence": "model.moe.load_balancing_type=sequence",
     },
+    "mtp": {
+        "next_token": "",
+        "mtp": "model.num_nextn_predict_layers=1 train.mtp_loss_scaling_factor=0.2 "
+        "train.mtp_loss_schedule=[[3,0.7],[6,0.4],[7,0.1]]",
+    },
 }
 
 NODES = ("hier_1d", "hier_2d", "halo")
@@ -179,6 +184,6 @@ ARRAY = Array(
     IDLE,
     REFUSED_BY_ALL,
     COMPANIONS,
-    late=("zero3", "zero3_block", "e2t2_whole"),
+    late=("zero3", "zero3_block", "e2t2_whole", "mtp"),
     rounding={"hooks": {"bf16": 1.0, "fp8": 1.0}, "dtype": {"bfloat16": 1.0}, "products": {"fp8_products": 0.05}},
 )

@@ -15,6 +15,7 @@ from tests.step.step_settings import ARRAY
 UNIFIED = "schedule.policy=unified schedule.microbatches=2"
 TILES = "train.attention_kernel=tiled model.attention.sliding_window=4"
 DOCUMENTS = "data.mask_documents=true data.seq_len=24 model.vocab_size=8 model.moe.num_shared_experts=1"
+MTP = "model.num_nextn_predict_layers=1 train.mtp_loss_scaling_factor=0.3"
 OTHERS = {
     "tiles of attention in a loop of blocks": f"{UNIFIED} {TILES} mesh.data=1 mesh.expert=4 model.num_layers=4 "
     "model.moe.moe_layer_freq=1",
@@ -29,6 +30,12 @@ OTHERS = {
     "documents of a batch in parts": f"{DOCUMENTS} exchange.context_form=all_gather mesh.data=1 mesh.context=2 "
     "mesh.expert=2 train.grad_accumulation=2 model.num_layers=2 model.moe.moe_layer_freq=1 "
     "model.moe.load_balancing_type=sequence",
+    "documents and multi-token prediction, in parts": f"{DOCUMENTS} {MTP} mesh.data=1 mesh.context=2 mesh.expert=2 "
+    "train.grad_accumulation=2 model.num_layers=2 model.moe.moe_layer_freq=2 train.z_loss_multiplier=0.1",
+    "documents and multi-token prediction in a schedule": f"{UNIFIED} {DOCUMENTS} {MTP} mesh.data=2 mesh.expert=2 "
+    "model.num_layers=4 model.moe.moe_layer_freq=1 schedule.weight_grad=greedy train.loss_chunk=5 "
+    "train.z_loss_multiplier=0.1 model.tie_word_embeddings=true schedule.grad_reduce=bucketed",
+    "multi-token prediction without experts": f"{UNIFIED} {MTP} mesh.data=4 model.num_layers=2 model.moe.num_experts=0",
     "z-loss of a batch in parts": "train.z_loss_multiplier=0.1 train.grad_accumulation=2 mesh.data=2 mesh.expert=2 "
     "model.num_layers=1 model.moe.moe_layer_freq=1",
     "parameters sharded inside groups of data ranks, in a loop": f"{UNIFIED} schedule.weight_grad=greedy "

@@ -81,10 +81,9 @@ def test_sampling_sees_places_and_blocks_as_evaluation_does():
     text = [3, *sample_tokens(config, params, np.array([3], np.int32), 11, temperature=0, seed=0).tolist()]
 
     def logits(params: Any, token_BN: jax.Array) -> jax.Array:
-        x_BND, _ = forward(
-            params, token_BN, config.model, compute, EVALUATION.router_inputs(token_BN, config.model.moe, 0)
-        )
-        return unembed(params, x_BND, config.model)
+        router_inputs = EVALUATION.router_inputs(token_BN, config.model.moe, 0)
+        found = forward(params, token_BN, config.model, compute, router_inputs)
+        return unembed(params, found.x_BND, config.model)
 
     best = on_one_device(logits)(params, np.array([text], np.int32)).argmax(axis=-1)
     assert best[0, :-1].tolist() == text[1:]

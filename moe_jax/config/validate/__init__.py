@@ -16,6 +16,7 @@ from moe_jax.config.validate.mesh import (
 from moe_jax.config.validate.messages import nearest_multiples
 from moe_jax.config.validate.migration import check_migration
 from moe_jax.config.validate.model import check_model
+from moe_jax.config.validate.mtp import check_mtp
 from moe_jax.config.validate.optimizer import check_optimizer, check_sharding_axes
 from moe_jax.config.validate.paths import check_paths, plain_setting
 from moe_jax.config.validate.pipeline import check_pipeline
@@ -54,6 +55,7 @@ def check_config(config: Sections) -> None:
     check_sharding_axes(config.optimizer, config.mesh)
     check_data(config.data)
     check_training(config)
+    check_mtp(config)
     check_attention_kernel(config)
     check_tune(config)
     check_migration(config)

@@ -1,7 +1,7 @@
 """Build the plan of a scheduled step: the order of its tasks, and how each owner's gradients are summed.
 
 An owner is a group of parameters whose gradients are reduced together: the embedding (0), a block (its number + 1), or
-the last norm with the head.
+the last norms with the head.
 """
 
 import dataclasses
@@ -94,7 +94,7 @@ def reductions_of(config: Config, mesh: Mesh, bucket_cap_mb: float | None) -> tu
             mesh.shape,
             bucket_cap_mb,
         )
-        for owner in range(model.num_layers + 2)
+        for owner in range(model.num_blocks + 2)
     )
 
 
@@ -123,8 +123,8 @@ def owned(tree: Tree, model: ModelConfig, owner: int, take: Callable[[Any, int],
     """
     if owner == 0:
         return tree["embedding"]
-    if owner == model.num_layers + 1:
-        return {name: tree[name] for name in ("norm", "head") if name in tree}
+    if owner == model.num_blocks + 1:
+        return {name: tree[name] for name in ("norm", "mtp_norm", "head") if name in tree}
     number, period, place = places(model)[owner - 1]
     return jax.tree.map(lambda leaf: take(leaf, period), tree["segments"][number][place])
 

@@ -15,9 +15,10 @@ from moe_jax.config import ModelConfig
 from moe_jax.models.dispatch import Arrival, Phase, TokenExchange
 from moe_jax.models.dispatchers.protocol import CapacityState, DispatchMetadata, ExpertRows
 from moe_jax.models.dispatchers.ragged import Stored, lane_experts
-from moe_jax.models.head import HeadLoss, LossForm, head_loss, no_loss
+from moe_jax.models.head import HeadLoss, LossForm, no_loss
 from moe_jax.models.hooks import hooks_of
 from moe_jax.models.moe import RouterContext, RouterStats, run_experts
+from moe_jax.models.mtp import MTPInputs, after_mtp_input, decoder_loss
 from moe_jax.models.transformer import (
     REMAT_POLICIES,
     ComputeConfig,
@@ -53,8 +54,8 @@ Flow = dict[int, Piece | Arrival]  # by piece
 class Tasks:
     """Runs forward and backward tasks and stores the values passed between them.
 
-    `ends` holds the embedding, the norm and the head. A scan iteration over blocks has no `ends` and no `tokens`.
-    `regathers`: the weights of backward tasks are gathered again.
+    `ends` holds the embedding, the norms and the head. A scan iteration over blocks has no `ends` and no `tokens`.
+    `regathers`: the weights of backward tasks are gathered again. `mtp`: what multi-token prediction reads.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Tasks:
         stored: Callable[[int], Stored] | None = None,
         gathering: ParamGathering | None = None,
         regathers: bool = False,
+        mtp: MTPInputs | None = None,
     ):
         self.dims, self.blocks = dims, consts.blocks
         self.ends: Params = ends or {}
@@ -75,6 +77,12 @@ class Tasks:
         if tokens is not None:
             parts = (jnp.split(x_Bn, dims.microbatches) for x_Bn in tokens)
             self.tokens = list(map(OwnTokens, *parts))
+        self.mtp = [None] * dims.microbatches if mtp is None else mtp.parts(dims.microbatches)
+        # of multi-token prediction: embedding of each next token, and features of the decoder's last block
+        self.mtp_embedding: dict[int, jax.Array] = {}
+        self.decoded: dict[int, jax.Array] = {}
+        self.d_mtp_embedding: dict[int, jax.Array] = {}  # their cotangents
+        self.d_decoded: dict[int, jax.Array] = {}
         # what gates read besides features, before block 0
         self.router_inputs = consts.router_inputs and consts.router_inputs.parts(dims.microbatches)
         self.documents = consts.documents(dims.microbatches)
@@ -110,10 +118,12 @@ class Tasks:
 
     def _embed(self, action: Action) -> None:
         for r in self.dims.microbatches_of(action):
-            look_up = partial(
-                _look_up, tokens=self.tokens[r].input_Bn, model=self.dims.config.model, compute=self.dims.compute
-            )
-            self.x[r] = self._differentiate(("embed", action.block, r), look_up, self.ends["embedding"], ())
+            mtp, tokens = self.mtp[r], [self.tokens[r].input_Bn]
+            tokens += [] if mtp is None else [mtp.next_Bn]
+            look_up = partial(_look_up, tokens=tokens, model=self.dims.config.model, compute=self.dims.compute)
+            self.x[r], *of_next = self._differentiate(("embed", action.block, r), look_up, self.ends["embedding"], ())
+            if of_next:
+                (self.mtp_embedding[r],) = of_next
 
     def add_combine_to_residual(self, r: int, consumer: int) -> None:
         """Add the combined expert outputs of the previous block to the residual stream of microbatch r."""
@@ -131,25 +141,34 @@ class Tasks:
 
     def _attend(self, action: Action) -> None:
         dims, block = self.dims, action.block
-        model, view, weights = dims.config.model, dims.view(block), self.blocks[block]
+        model, view = dims.config.model, dims.view(block)
         for r in dims.microbatches_of(action):
             self.add_combine_to_residual(r, block)
             document = self.documents[r]
             if dims.shape.kinds[block] == "dense":
                 run = partial(dense_block, model=model, view=view, impl=dims.compute.attention, document_BL=document)
-                self.x[r] = self._differentiate(("attend", block, r), self._remat(run), weights, self.x[r])
+                self.x[r] = self._attended(block, r, run)
                 self.order.record_compute(self.x[r])
                 continue
             inputs = None if self.router_inputs is None else self.router_inputs[r].above(block)
             context = RouterContext(inputs, self._capacity(block, r), self.slots.get(block))
             route = partial(attend_and_route, model=model, view=view, compute=dims.compute, document_BL=document)
-            function = self._remat(partial(route, context=context, ragged=dims.ragged))
-            routed: Routed = self._differentiate(("attend", block, r), function, but_experts(weights), self.x[r])
+            routed: Routed = self._attended(block, r, partial(route, context=context, ragged=dims.ragged))
             self.x[r], self.metadata[r], self.stats[block, r] = routed.x_BND, routed.metadata, routed.stats
             self.order.record_compute(routed.sent.rows)
             pieces = dims.pieces_of_microbatch(r)
             split = dims.dispatcher.split(routed.sent, len(pieces)) if len(pieces) > 1 else [routed.sent]
             self.flow.update(zip(pieces, split, strict=True))
+
+    def _attended(self, block: int, r: int, run: Callable[..., Any]) -> Any:
+        """Run attention and what follows it on a microbatch's residual stream."""
+        key, weights = ("attend", block, r), but_experts(self.blocks[block])
+        if not self.dims.is_mtp(block):
+            return self._differentiate(key, self._remat(run), weights, self.x[r])
+        self.decoded[r] = self.x[r]
+        inputs = self.x[r], self.mtp_embedding.pop(r)
+        run = after_mtp_input(run, self.dims.config.model)
+        return self._differentiate(key, self._remat(run), weights | {"last_norm": self.ends["norm"]}, inputs)
 
     def _capacity(self, block: int, r: int) -> CapacityState:
         """Return the capacity that earlier microbatches have left in the experts' slots."""
@@ -189,16 +208,17 @@ class Tasks:
     def _head(self, action: Action) -> None:
         model, blocks = self.dims.config.model, len(self.dims.shape.kinds)
 
-        def share(weights: Tree, x: jax.Array, tokens: jax.Array) -> HeadLoss:
-            sums = head_loss(weights, x, tokens, model, self.dims.compute.loss_chunk, self.loss_form)
-            return jax.tree.map(lambda total: total / self.dims.loss_divisor, sums)
+        def share(weights: Tree, x: list[jax.Array], r: int) -> HeadLoss:
+            target_Bn, mtp_BnD = self.tokens[r].target_Bn, x[1] if len(x) > 1 else None
+            sizes = self.dims.loss_divisor, model, self.dims.compute.loss_chunk
+            return decoder_loss(weights, x[0], target_Bn, *sizes, self.loss_form, mtp_BnD, self.mtp[r])
 
         matrix = "embedding" if model.tie_word_embeddings else "head"
-        weights = {name: self.ends[name] for name in ("norm", matrix)}
+        weights = {name: self.ends[name] for name in ("norm", "mtp_norm", matrix) if name in self.ends}
         for r in self.dims.microbatches_of(action):
             self.add_combine_to_residual(r, blocks)
-            function = partial(share, tokens=self.tokens[r].target_Bn)
-            loss: HeadLoss = self._differentiate(("head", action.block, r), function, weights, self.x.pop(r))
+            x = [self.decoded.pop(r), self.x.pop(r)] if self.dims.shape.mtp else [self.x.pop(r)]
+            loss: HeadLoss = self._differentiate(("head", action.block, r), partial(share, r=r), weights, x)
             self.order.record_compute(loss.total)
             self.losses = jax.tree.map(jnp.add, self.losses, loss.terms)
 
@@ -216,7 +236,9 @@ class Tasks:
     def _head_back(self, action: Action) -> None:
         for r in self.dims.microbatches_of(action):
             d_loss = HeadLoss.cotangent(self.order.after_compute(jnp.float32(1)), self.loss_form)
-            (self.dx[r],) = self._pull("head", action.block, r, jax.tree.leaves(d_loss))
+            *of_decoded, self.dx[r] = self._pull("head", action.block, r, jax.tree.leaves(d_loss))
+            if of_decoded:
+                (self.d_decoded[r],) = of_decoded
             self.order.record_compute(self.dx[r])
             self.add_combine_to_residual_back(r, len(self.dims.shape.kinds))
 
@@ -266,7 +288,9 @@ class Tasks:
                 if self.awaits_rows:
                     cotangents = [depend_on(cotangents[0], drows, dims.compute.platform)]
                 cotangents += [drows, *self._no_cotangents(r), *self.dmetadata.pop(r), *self._router_cotangents(block)]
-            (self.dx[r],) = self._pull("attend", block, r, cotangents)
+            self.dx[r], *of_next = self._pull("attend", block, r, cotangents)
+            if of_next:
+                self.dx[r], (self.d_mtp_embedding[r],) = self.dx[r] + self.d_decoded.pop(r), of_next
             self.order.record_compute(self.dx[r])
             self.add_combine_to_residual_back(r, block)
 
@@ -285,7 +309,9 @@ class Tasks:
 
     def _embed_back(self, action: Action) -> None:
         for r in self.dims.microbatches_of(action):
-            gradient, _ = self.pullbacks.pop(("embed", action.block, r))([self.order.after_compute(self.dx.pop(r))])
+            cotangents = [self.order.after_compute(self.dx.pop(r))]
+            cotangents += [self.d_mtp_embedding.pop(r)] if self.dims.shape.mtp else []
+            gradient, _ = self.pullbacks.pop(("embed", action.block, r))(cotangents)
             self._add(("embed", action.block), gradient)
 
     def weights(self, action: Action) -> None:
@@ -409,8 +435,10 @@ class Tasks:
         self.grads[owner] = gradient if so_far is None else jax.tree.map(jnp.add, so_far, gradient)
 
 
-def _look_up(embedding: jax.Array, _: Tree, tokens: jax.Array, model: ModelConfig, compute: ComputeConfig) -> jax.Array:
-    return embed(embedding, tokens, model, compute)
+def _look_up(
+    embedding: jax.Array, _: Tree, tokens: Sequence[jax.Array], model: ModelConfig, compute: ComputeConfig
+) -> list[jax.Array]:
+    return [embed(embedding, token_Bn, model, compute) for token_Bn in tokens]
 
 
 def _sent(flow: Flow, p: int) -> Piece:

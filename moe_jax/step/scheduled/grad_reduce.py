@@ -120,8 +120,11 @@ class GradientReducer:
             embedding = grads["embed", NO_BLOCK]
             return embedding + grads["head", NO_BLOCK]["embedding"] if self.model.tie_word_embeddings else embedding
         if owner == len(self.reductions) - 1:
-            return {name: grad for name, grad in grads["head", NO_BLOCK].items() if name != "embedding"}
-        block = grads["attend", owner - 1]
+            ends = {name: grad for name, grad in grads["head", NO_BLOCK].items() if name != "embedding"}
+            if self.model.has_mtp:  # whose block computes with the decoder's last norm, too
+                ends["norm"] = ends["norm"] + grads["attend", self.model.num_layers]["last_norm"]
+            return ends
+        block = {name: grad for name, grad in grads["attend", owner - 1].items() if name != "last_norm"}
         if "moe" not in block:
             return block
         # a reduction of this block may run before the gradients of unreplicated experts exist

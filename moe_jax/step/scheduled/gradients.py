@@ -91,6 +91,7 @@ def _gradients_of_part(
         stored=None if gathering else partial(_stored, params, model),
         gathering=gathering,
         regathers=gathering is not None,
+        mtp=inputs.mtp(context),
     )
     sums = GradientReducer(
         plan.reductions, tasks, None if earlier is None else lambda owner: owned(earlier, model, owner, _slice)
@@ -116,7 +117,7 @@ def _gradients_of_part(
     run(scanned.epilogue, tasks, sums)
     loops.reduce()
     run(scanned.last_reductions, tasks, sums)
-    for block in range(scanned.blocks.last, model.num_layers):
+    for block in range(scanned.blocks.last, model.num_blocks):
         if places(model)[block][0] == number:
             loops.gradients.put_sum(0, block, sums.total(block + 1))
     return _gathered(sums.total, model, {number: loops.gradients.tree()}), _parts(sums, context)
@@ -125,11 +126,13 @@ def _gradients_of_part(
 def _gathering(params: Params, context: StepContext, whole: dict[Any, Tree]) -> ParamGathering:
     """Return what gathers the weights of blocks outside of scans, and of the embedding and the head."""
     model, names = context.config.model, {"embed": ("embedding",), "head": ("norm", "head")}
+    if model.has_mtp:  # whose block computes with the decoder's last norm before the head does
+        names = {"embed": ("embedding", "norm"), "head": ("mtp_norm", "head")}
 
     def ends(tree: Tree) -> dict[Any, Tree]:
         return {op: {name: tree[name] for name in own if name in tree} for op, own in names.items()}
 
-    blocks = range(model.num_layers)
+    blocks = range(model.num_blocks)
     gathers = {block: owned(context.gathers, model, block + 1, lambda own, _: own.unstacked()) for block in blocks}
     shards = {block: owned(params, model, block + 1, _slice) for block in blocks}
     return ParamGathering(ends(context.gathers) | gathers, ends(params) | shards, whole)
@@ -158,7 +161,7 @@ def _gathered(total: Callable[[int], Tree], model: ModelConfig, stacked: dict[in
                 place: jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(total, owners[place::period]))
                 for place in range(period)
             }
-    return {"embedding": total(0), "segments": trees, **total(model.num_layers + 1)}
+    return {"embedding": total(0), "segments": trees, **total(model.num_blocks + 1)}
 
 
 def _parts(sums: GradientReducer, context: StepContext) -> ObjectiveParts:

@@ -35,6 +35,10 @@ class StepDims:
     tokens: int  # on this device
     first_block: int | None = None  # the first block of a pipeline stage; None without stages
 
+    def is_mtp(self, block: int) -> bool:
+        """Return whether a block is that of multi-token prediction."""
+        return self.shape.mtp and block == len(self.shape.kinds) - 1
+
     def view(self, block: int) -> AttentionView:
         """Return how a block's attention is masked."""
         return self.config.model.views[(self.first_block or 0) + block]
