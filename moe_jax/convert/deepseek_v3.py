@@ -34,4 +34,4 @@ _DEFAULTS = {
     "q_lora_rank": 1536,
 }
 _ALIASES = ("kimi_k2",)  # Kimi K2 (Moonshot AI 2025) has the class of DeepSeek-V3
-FAMILY = Family("deepseek_v3", "DeepseekV3ForCausalLM", _model, _settings, _block, _DEFAULTS, _ALIASES)
+FAMILY = Family("deepseek_v3", "DeepseekV3ForCausalLM", _model, _settings, _block, _DEFAULTS, True, _ALIASES)

@@ -77,14 +77,14 @@ def family_that_holds(model: ModelConfig, name: str | None = None) -> Family:
     """
     if name is not None and name not in FAMILIES:
         raise ConvertError(f"--family={name} is not supported: it must be {', '.join(FAMILIES)}")
-    reasons = {}
+    reasons, decoder = {}, dataclasses.replace(model, num_nextn_predict_layers=0)
     for family in FAMILIES.values() if name is None else [FAMILIES[name]]:
         try:
-            back = family.model(HfConfig(family.settings(model), family.model_type))
+            back = family.model(HfConfig(family.settings(decoder), family.model_type))
         except ConvertError as error:
             reasons[family.model_type] = str(error)
             continue
-        differs = differences(model, back)
+        differs = differences(decoder if family.holds_mtp else model, back)
         if not differs:
             return family
         reasons[family.model_type] = " and ".join(f"{setting}={value}" for setting, (value, _) in differs.items())
@@ -130,7 +130,7 @@ def _effective_settings(model: ModelConfig) -> dict[str, Any]:
     else:
         if model.moe.topk_group == model.moe.n_group:
             found |= {"moe.n_group": 1, "moe.topk_group": 1}  # experts of all groups can be chosen
-        pattern = expert_block_pattern([kind == "moe" for kind in model.block_kinds])
+        pattern = expert_block_pattern([kind == "moe" for kind in model.block_kinds[: model.num_layers]])
         if pattern is not None:  # different numbers may give the same blocks
             found["moe.first_k_dense_replace"], found["moe.moe_layer_freq"] = pattern
         found["moe.norm_top1_prob"] = model.moe.divides_by_sum

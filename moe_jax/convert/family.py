@@ -22,6 +22,7 @@ class Family:
     settings: Callable[[ModelConfig], dict[str, Any]]  # the inverse, for a model of this family
     block: Callable[[ModelConfig, str], list[Tensor]]  # the table rows of a block of a kind, `dense` or `moe`
     defaults: Mapping[str, Any]  # transformers' defaults for missing settings, where families differ
+    holds_mtp: bool = False  # whether its files may have a module of multi-token prediction (mtp.py)
     aliases: tuple[str, ...] = ()  # further `model_type`s with the same settings, tensors and function
 
     def model(self, hf: HfConfig) -> ModelConfig:

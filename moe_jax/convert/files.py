@@ -5,6 +5,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self, final
 
 import jax.numpy as jnp
@@ -62,10 +63,11 @@ class Weights:
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def check(self, shapes: Mapping[str, tuple[int, ...]], shared: Mapping[str, str] = MappingProxyType({})) -> None:
         """Raise ConvertError unless the folder has tensors of these names and shapes, and no others of the same blocks.
 
-        Their types must convert to float32 without rounding, or be those of the quantisation.
+        Their types must convert to float32 without rounding, or be those of the quantisation. The keys of `shared` may
+        be missing, or must be equal to the tensors that they are mapped to.
         """
         specs: dict[str, TensorSpec] = {}
         for name, shape in shapes.items():
@@ -93,8 +95,14 @@ class Weights:
                         "names no file that has it: name one there"
                     )
 
+        for copy, name in shared.items():
+            if copy in self._tensors and not are_equal(self._tensors[copy], self._tensors[name]):
+                raise ConvertError(
+                    f"{self._folder / self._tensors[copy].file}: {copy} has other numbers than {name}, which "
+                    "multi-token prediction shares: use model.num_nextn_predict_layers=0"
+                )
         blocks = {match[0] for name in specs if (match := _BLOCK.match(name))}
-        for name in self._tensors.keys() - specs.keys():
+        for name in self._tensors.keys() - specs.keys() - shared.keys():
             match = _BLOCK.match(name)
             if match and match[0] in blocks and not name.endswith(_DERIVED):
                 raise ConvertError(

@@ -46,4 +46,4 @@ _DEFAULTS = {
     "n_shared_experts": 1,
     "norm_topk_prob": True,
 }
-FAMILY = Family("glm4_moe", "Glm4MoeForCausalLM", _model, _settings, _block, _DEFAULTS)
+FAMILY = Family("glm4_moe", "Glm4MoeForCausalLM", _model, _settings, _block, _DEFAULTS, holds_mtp=True)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moe_jax.config import Config, ModelConfig, MoEConfig
+from moe_jax.convert import mtp
 from moe_jax.convert.families import differences, family_of
 from moe_jax.convert.family import Family
 from moe_jax.convert.files import Weights
@@ -16,6 +17,7 @@ from moe_jax.convert.table import array_slices, disk_shapes
 from moe_jax.files.local_copy import local_outline, url_of
 from moe_jax.paths import is_bucket_url
 
+MTP_LEFT_OUT = "its module of multi-token prediction is not read: model.num_nextn_predict_layers=1 reads it"
 ORIGIN = "imported_config.json"  # a copy of the config.json of the imported model, in the run's folder
 
 
@@ -61,15 +63,32 @@ def longest_sequence(config: Config, run: Path) -> int:
 def open_model(folder: Path, model: ModelConfig, upcycle: bool = False) -> Iterator[tuple[Weights, Family]]:
     """Open a folder with the weights of a model, or of the dense model from which it is upcycled.
 
-    Returns the tensors and their family. Raises ConvertError if the folder contains another model, or is incomplete.
+    Returns the tensors and their family. A module of multi-token prediction in the folder is left out if the model has
+    none. Raises ConvertError if the folder contains another model, or is incomplete.
     """
     hf = read_config(folder)
     family = family_of(hf)
-    check_same(folder, dense_twin(model) if upcycle else model, family.model(hf))
+    there, name = family.model(hf), "model.num_nextn_predict_layers"
+    here = dense_twin(model) if upcycle else model
+    check_same(folder, dataclasses.replace(here, num_nextn_predict_layers=0), there)
     with Weights(folder, quantization_of(hf)) as weights:
+        if model.has_mtp and not (family.holds_mtp and mtp.has_module(weights.names(), model)):
+            raise ConvertError(
+                f"{name}=1, and the model in {folder} has no module of multi-token prediction: use {name}=0, or "
+                "another model"
+            )
         stored = stored_family(family, weights.names())
-        weights.check(disk_shapes(array_slices(model, stored)))
+        weights.check(disk_shapes(array_slices(model, stored)), mtp.copies(model))
         yield weights, stored
+
+
+def leaves_out_mtp(folder: Path, model: ModelConfig) -> bool:
+    """Whether a Hugging Face folder has a module of multi-token prediction, and the model that is read from it none."""
+    hf = read_config(folder)
+    if model.has_mtp or not family_of(hf).holds_mtp:
+        return False
+    with Weights(folder, quantization_of(hf)) as weights:
+        return mtp.has_module(weights.names(), model)
 
 
 def check_same(folder: Path, here: ModelConfig, there: ModelConfig) -> None:

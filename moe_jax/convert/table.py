@@ -7,6 +7,7 @@ import jax
 
 from moe_jax.config import ModelConfig
 from moe_jax.config.layer_layout import segments
+from moe_jax.convert import mtp
 from moe_jax.convert.family import Family, unstacked_rows
 from moe_jax.convert.tensors import Sizes, Tensor
 from moe_jax.models.parameters import param_dims, param_shapes
@@ -38,8 +39,11 @@ class ArraySlice(NamedTuple):
         return self.row.shape(self.ours)
 
 
-def array_slices(model: ModelConfig, family: Family) -> dict[ArrayPath, list[ArraySlice]]:
-    """Return the slices of each array in the family's table; a stacked array has one per period, from the bottom up."""
+def array_slices(model: ModelConfig, family: Family, copies: bool = False) -> dict[ArrayPath, list[ArraySlice]]:
+    """Return the slices of each array in the family's table; a stacked array has one per period, from the bottom up.
+
+    With `copies`, an array of which multi-token prediction stores a copy has a second slice, all of it, for that.
+    """
     dims, shapes = (
         _by_path(param_dims(model), is_leaf=lambda leaf: isinstance(leaf, tuple)),
         _by_path(param_shapes(model)),
@@ -55,6 +59,12 @@ def array_slices(model: ModelConfig, family: Family) -> dict[ArrayPath, list[Arr
     for layer, (number, place, kind) in enumerate(_blocks(model)):
         for row in family.block(model, kind):
             add(("segments", number, place, *row.path.split(".")), row, f"model.layers.{layer}.", True)
+        if layer == model.num_layers:
+            above = mtp.prefix(model)
+            for row in mtp.INPUT_ROWS:
+                add(("segments", number, place, *row.path.split(".")), row, above, True)
+            for row in (mtp.LAST_NORM, *(mtp.copy_rows(model) if copies else [])):
+                add((row.path,), row, above, False)
     return found
 
 

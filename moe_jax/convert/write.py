@@ -1,5 +1,6 @@
 """Writing parameters as a Hugging Face folder, which transformers can load."""
 
+import dataclasses
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -48,7 +49,7 @@ def write_model(
     """
     check_is_free(folder)
     by_name: dict[str, list[tuple[ArraySlice, int, int]]] = {}
-    for group in array_slices(model, family).values():
+    for group in array_slices(model, family, copies=True).values():
         for period, piece in enumerate(group):
             for expert, name in enumerate(piece.names()):
                 by_name.setdefault(name, []).append((piece, period, expert))
@@ -69,7 +70,8 @@ def write_model(
     settings = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        **family.settings(model),
+        **family.settings(dataclasses.replace(model, num_nextn_predict_layers=0)),
+        **({"num_nextn_predict_layers": model.num_nextn_predict_layers} if family.holds_mtp else {}),
         "max_position_embeddings": longest_sequence,
         **(tokens or {}),
         "dtype": dtype,

@@ -8,7 +8,10 @@ from moe_jax.checkpoint.replicas.plan import safety_text
 from moe_jax.config import Config
 from moe_jax.config.attention_kernels import unfused_reason
 from moe_jax.config.layer_layout import Stages
+from moe_jax.convert.hf_config import FILE
+from moe_jax.convert.source import MTP_LEFT_OUT, leaves_out_mtp
 from moe_jax.distributed.processes import OLDER_EMITTERS
+from moe_jax.files.local_copy import local_path
 from moe_jax.measure.peak import matrix_flops_per_s
 from moe_jax.measure.trace import FOLDER
 from moe_jax.models.transformer import ComputeConfig, capability_of
@@ -45,6 +48,7 @@ def describe(run: Run) -> dict[str, str]:
             "schedule": f"{config.schedule.policy}, {config.schedule.microbatches} microbatch(es)",
         }
         | ({"sources": sources_text(run)} if config.data.sources else {})
+        | _initial(run)
         | attention_text(config, run.trainer.mesh)
         | loop_text(config, run.trainer.mesh)
         | router_text(config)
@@ -105,11 +109,14 @@ def attention_text(config: Config, mesh: jax.sharding.Mesh) -> dict[str, str]:
 
 def blocks_text(config: Config) -> str:
     """The kinds of the blocks, and how many blocks each pipeline stage has."""
-    stages, kinds = Stages.of(config), " ".join(config.model.block_kinds)
+    stages, kinds = Stages.of(config), config.model.block_kinds
+    text = " ".join(kinds[: config.model.num_layers])
+    if config.model.has_mtp:
+        text += f", and {kinds[-1]} for multi-token prediction"
     counts = [0] * stages.stages
     for group, blocks in enumerate(stages.groups):
         counts[group % stages.stages] += len(blocks)
-    return f"{kinds} ({' + '.join(map(str, counts))} on the stages)" if len(counts) > 1 else kinds
+    return f"{text} ({' + '.join(map(str, counts))} on the stages)" if len(counts) > 1 else text
 
 
 def router_text(config: Config) -> dict[str, str]:
@@ -140,6 +147,8 @@ def unused(config: Config) -> dict[str, str]:
             f"the full optimizer.learning_rate, as optimizer.warmup_steps={warmup} is beyond train.steps={steps}"
         )
     late = [each.label for each in config.data.sources if any(step > steps for step, _ in each.weight_schedule)]
+    if any(step > steps for step, _ in config.train.mtp_loss_schedule):
+        notes.append(f"entries of train.mtp_loss_schedule after train.steps={steps}")
     if late:
         notes.append(f"weights of data.sources ({', '.join(late)}) that change after train.steps={steps}")
     return {"unused": "; ".join(notes)} if notes else {}
@@ -157,6 +166,15 @@ def pipeline_text(table: Table) -> str:
     if table.microbatches < table.stages:
         text += f" (fewer microbatches than stages: train.grad_accumulation={table.stages} or more idles less)"
     return text
+
+
+def _initial(run: Run) -> dict[str, str]:
+    """A note on what the model of `train.init_from` has, and the run's does not."""
+    start = run.config.train.init_from
+    folder = None if start is None or run.first_step else local_path(start)
+    if folder is None or not (folder / FILE).exists() or not leaves_out_mtp(folder, run.config.model):
+        return {}
+    return {"train.init_from": MTP_LEFT_OUT}
 
 
 def _memory(memory: StepMemory) -> str:
