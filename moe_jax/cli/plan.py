@@ -190,7 +190,7 @@ def _title(plans: Plans) -> str:
     """Return the title of the timeline, which shows only some blocks, and one part of an accumulated batch."""
     found, config = plans.best.estimate, plans.config
     parts = config.train.grad_accumulation
-    shown = [f"{len(found.timeline.schedule.shape.kinds)} of {config.model.num_layers} blocks"]
+    shown = [f"{len(found.timeline.schedule.shape.kinds)} of {config.model.num_blocks} blocks"]
     if config.step_facts.has_ticks:
         where = ", on one pipeline stage" if config.mesh.pipeline > 1 else ""
         shown.append(f"one of {parts} parts of the batch{where}")

@@ -65,7 +65,7 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
             "activations": activations,
             "gathered": gathered,
             "gradients": gradients.backward,
-            "working": working_bytes(config, sizes, compiler, mode, mesh, model.num_layers),
+            "working": working_bytes(config, sizes, compiler, mode, mesh, model.num_blocks),
         },
         "update": {"gradients": gradients.update, "working": orthogonalizing_bytes(config, platform, mesh)},
     }
@@ -117,4 +117,13 @@ def _stored_by_blocks(config: Config, sizes: DeviceSizes, mode: Mode, in_product
     total = sum(count * stored_bytes(sizes, model, kind, mode, facts.remat_unit) for kind, count in blocks.items())
     if facts.keeps_weight_casts and mode in ("all", "fused") and config.optimizer.zero < 3:
         total += sizes.item * in_products  # weight casts are stacked like activations
-    return total / period_of(config) if facts.remat_unit == "period" and mode == "full" else total
+    total = total / period_of(config) if facts.remat_unit == "period" and mode == "full" else total
+    return total + _stored_by_mtp(config, sizes)
+
+
+def _stored_by_mtp(config: Config, sizes: DeviceSizes) -> float:
+    """Bytes that multi-token prediction stores besides its block's own: embeddings of next tokens, the features of the
+    decoder's last block, and both joined.
+    """
+    width = 4 * config.model.hidden_size * config.model.num_nextn_predict_layers
+    return sizes.item * sizes.own_tokens * width

@@ -81,3 +81,5 @@ def _stacks(config: Config, mesh: Mapping[str, int]) -> Iterator[tuple[Matrices,
         for each, arrays in hidden_matrices(model, kind).items():
             ranks = shards[each.owner] * shared_by[each.owner]
             yield each, arrays, blocks * (experts if each.owner == "expert" else 1) / ranks
+    if model.has_mtp:  # the matrix of the input of its block
+        yield Matrices("whole", 2 * model.hidden_size, model.hidden_size), 1, 1 / shards["whole"]

@@ -8,7 +8,7 @@ from moe_jax.config import Config
 from moe_jax.config.layer_layout import segments
 from moe_jax.plan.collective_costs import CollectiveCosts, DeviceGroup
 from moe_jax.plan.gradients import params_by_group, parts_of, shard_groups
-from moe_jax.plan.resources import Owned, owned_by_kind, owned_parameters
+from moe_jax.plan.resources import Owned, owned_parameters
 from moe_jax.plan.work import ITEM_BYTES
 from moe_jax.schedule.scanned import ScannedBlocks
 
@@ -48,9 +48,8 @@ def gathered_parameter_bytes(config: Config, mesh: Mapping[str, int]) -> float:
         return sum(count for group, count in counts if shards[group] > 1)
 
     at_once = (2 if config.param_gather == "prefetch" else 1) * config.schedule.unroll
-    counts = Counter(model.block_kinds)
-    of_kind = {kind: gathered(owned_by_kind(model)[kind]) for kind in counts}
-    blocks = min(at_once * max(of_kind.values()), sum(count * of_kind[kind] for kind, count in counts.items()))
+    counts = {owned: (count, gathered(owned)) for owned, count in Counter(owners[1:-1]).items()}
+    blocks = min(at_once * max(own for _, own in counts.values()), sum(count * own for count, own in counts.values()))
     ends = sorted([gathered(owners[0]), gathered(owners[-1])])
     return item * blocks + 4 * (ends[-1] if config.step_facts.orders_tasks else sum(ends))
 
@@ -71,8 +70,8 @@ def shard_cast_bytes(config: Config, mesh: Mapping[str, int]) -> float:
             owned = owned._replace(expert=0, expert_whole=0)
         return sum(count / shards[group] for group, count in params_by_group(owned, config, mesh).items())
 
-    counts, of_kind = Counter(model.block_kinds), owned_by_kind(model)
-    return ITEM_BYTES[dtype] * sum(count * own(of_kind[kind]) for kind, count in counts.items())
+    counts = Counter(owned_parameters(model)[1:-1])
+    return ITEM_BYTES[dtype] * sum(count * own(owned) for owned, count in counts.items())
 
 
 def param_gathers(config: Config, mesh: Mapping[str, int]) -> tuple[dict[str, tuple[Gathered, ...]], ...]:

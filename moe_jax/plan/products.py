@@ -74,13 +74,15 @@ def block_products(config: Config, tokens: float, tensor: int, expert_ranks: int
     local = moe.num_experts / expert_ranks
     shared_by = 1 if config.mesh.experts_over_tensor else tensor
     of_expert = busiest_rows(config, tokens) * shared_by / local if local else 0.0
+    head = Product(tokens, model.hidden_size, model.vocab_size, kind=kind)
+    mtp_input = Product(tokens, 2 * model.hidden_size, model.hidden_size, kind=kind)
     expert_kind: Kind = "fp8" if moe.expert_matmuls == "fp8" else kind
     return {
         "embed": (),
         "attend": (*attention, *shared, *([gate] if gate.columns else [])),
         "dense": (*attention, *mlp(model.intermediate_size, rows)),
         "expert": tuple(mlp(moe.intermediate_size, of_expert, local, expert_kind, shared_by)),
-        "head": (Product(tokens, model.hidden_size, model.vocab_size, kind=kind),),
+        "head": (*[head] * (1 + model.num_nextn_predict_layers), *([mtp_input] if model.has_mtp else [])),
     }
 
 

@@ -13,7 +13,7 @@ from moe_jax.config.gates import gate_parameters
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """Parameter counts of a model."""
+    """Parameter counts of a model, multi-token prediction included."""
 
     total: int
     active: int  # parameters that one token passes through: its top_k experts instead of all
@@ -47,7 +47,7 @@ class _Count(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def count_parameters(model: ModelConfig) -> Parameters:
     """Count every parameter of a model."""
-    moe, d, blocks = model.moe, model.hidden_size, model.num_layers
+    moe, d, blocks = model.moe, model.hidden_size, model.num_blocks
     num_moe = model.block_kinds.count("moe")
     attention, expert = _attention(model), _mlp(model, moe.intermediate_size, moe.bias)
     num_dense = blocks - num_moe + (num_moe if moe.dense_residual else 0)
@@ -56,7 +56,9 @@ def count_parameters(model: ModelConfig) -> Parameters:
     head, gate = d * model.vocab_size, _gate(model)
     chosen = num_moe * moe.top_k
     matrix_active = blocks * attention.matrices + mlps + num_moe * gate.matrices + chosen * expert.matrices + head
-    vectors = 2 * d * blocks + d + blocks * (attention.total - attention.matrices)
+    matrix_active += _mtp_input(model).matrices
+    norms = 2 * blocks + 1 + model.num_nextn_predict_layers
+    vectors = d * norms + _mtp_input(model).whole_vectors + blocks * (attention.total - attention.matrices)
     vectors += chosen * (expert.total - expert.matrices) + num_moe * (gate.total - gate.matrices)
     active = matrix_active + vectors + (0 if model.tie_word_embeddings else head)
     return Parameters(
@@ -102,11 +104,19 @@ class Owners(tuple[Owned, ...]):
 
 @functools.lru_cache(maxsize=256)
 def owned_parameters(model: ModelConfig) -> Owners:
-    """Parameters of the embedding, each block, and the head with the last norm. A tied head is the embedding's."""
+    """Parameters of the embedding, each block, and the head with the last norms. A tied head is the embedding's."""
     d, table, of_kind = model.hidden_size, model.hidden_size * model.vocab_size, owned_by_kind(model)
     own_head = 0 if model.tie_word_embeddings else table
-    head = Owned(d + own_head, end_matrices=own_head)
-    return Owners((Owned(table, end_matrices=table), *(of_kind[kind] for kind in model.block_kinds), head))
+    head = Owned(d * (1 + model.num_nextn_predict_layers) + own_head, end_matrices=own_head)
+    blocks = [of_kind[kind] for kind in model.block_kinds]
+    blocks[model.num_layers :] = [with_mtp_input(each, model) for each in blocks[model.num_layers :]]
+    return Owners((Owned(table, end_matrices=table), *blocks, head))
+
+
+def with_mtp_input(block: Owned, model: ModelConfig) -> Owned:
+    """Return the parameters of a block of multi-token prediction, from those of a block of its kind."""
+    more = _mtp_input(model)
+    return block._replace(whole=block.whole + more.total, whole_matrices=block.whole_matrices + more.whole_matrices)
 
 
 @functools.lru_cache(maxsize=256)
@@ -180,6 +190,12 @@ def _gate(model: ModelConfig) -> _Count:
     )
 
 
+def _mtp_input(model: ModelConfig) -> _Count:
+    """Parameters that make the input of multi-token prediction's block."""
+    d = model.hidden_size * model.has_mtp
+    return _Count(0, whole_matrices=2 * d * d, whole_vectors=2 * d)
+
+
 def _mlp(model: ModelConfig, hidden: int, bias: bool = False) -> _Count:
     """Parameters of one MLP or expert."""
     inner = 2 if model.is_gated else 1
@@ -191,11 +207,13 @@ def train_flops_per_token(model: ModelConfig, seq_len: int) -> float:
 
     There are 6 per matrix parameter that the token passes through. Causal attention covers the earlier tokens of its
     window, seq_len/2 on average without one: forward 2·H·(K+V) for each of them in a block, backward twice that.
+    Multi-token prediction has a block of its own and uses the head once more.
     """
+    again = model.hidden_size * model.vocab_size * model.num_nextn_predict_layers
     visible = sum(_mean_visible(view.window, seq_len) for view in model.views)
     attention = 6 * model.num_attention_heads * (model.qk_width + model.v_width) * visible
     mixes = 6 * mixed_matrices(model) * model.block_kinds.count("moe")
-    return float(6 * count_parameters(model).matrix_active + attention + mixes)
+    return float(6 * (count_parameters(model).matrix_active + again) + attention + mixes)
 
 
 def _mean_visible(window: int | None, seq_len: int) -> float:

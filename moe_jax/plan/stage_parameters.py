@@ -9,7 +9,7 @@ from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages, segments
 from moe_jax.plan.collective_costs import DeviceGroup
 from moe_jax.plan.gradients import ITEM_BYTES, Sum, params_by_group, parts_of, shard_groups
-from moe_jax.plan.resources import Owned, owned_by_kind, owned_parameters
+from moe_jax.plan.resources import Owned, owned_by_kind, owned_parameters, with_mtp_input
 
 
 class StageParameters(NamedTuple):
@@ -61,6 +61,9 @@ def _stage_parameters(stages: Stages) -> StageParameters:
         for segment, rows in zip(segments(model), stages.rows, strict=True)
         for kind in segment.kinds
     ]
+    of_kind |= {"mtp": with_mtp_input(of_kind[model.block_kinds[-1]], model)}
+    if model.has_mtp:  # the highest segment
+        blocks[-1] = ("mtp", blocks[-1][1])
     totals = ([count * number for number in of_kind[kind]] for kind, count in blocks)
     return StageParameters(
         ends=Owned(embedding.whole + head.whole, end_matrices=embedding.end_matrices + head.end_matrices),

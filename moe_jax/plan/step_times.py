@@ -257,7 +257,7 @@ class Step:
         model, tokens, settings = self.config.model, self.tokens, self.config.schedule
         owned = owned_parameters(model)
         products = block_products(self.config, tokens, self.tensor, self.experts.ranks)
-        of_kind = dict(zip(model.block_kinds, owned[1:-1], strict=True))
+        of_kind = dict(zip(model.block_kinds[: model.num_layers], owned[1:], strict=False))
         passes = self._item * tokens * model.hidden_size
         hidden = busiest_rows(self.config, tokens) * (model.hidden_size + 2 * model.moe.intermediate_size)
         row_passes = [each * self._item * hidden / 3 for each in _ROW_PASSES]
@@ -299,7 +299,8 @@ class Step:
         # remat of whole periods repeats their exchanges in the backward pass, where nothing overlaps with them
         again = settings.remat in ("dots", "full") and self.config.step_facts.remat_unit == "period"
         exchanged_s = 2 * self.exchange_seconds(self.exchanged_bytes) if again else 0.0
-        logits = [each * tokens * model.vocab_size for each in _LOGIT_BYTES]
+        heads = 1 + model.num_nextn_predict_layers  # with the head goes what else multi-token prediction needs
+        logits = [each * tokens * model.vocab_size * heads for each in _LOGIT_BYTES]
         head = op("head", owned[-1], logits)
         return {
             "embed": op("embed", Owned(), [passes, 2 * passes]),

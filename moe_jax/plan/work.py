@@ -28,12 +28,13 @@ def work_of(config: Config, tokens: float, platform: str) -> dict[str, OpWork]:
     dense = 2 * tokens * matrices * model.hidden_size * model.intermediate_size
     shared = 2 * tokens * matrices * model.hidden_size * moe.intermediate_size * moe.num_shared_experts
     shared += dense if moe.dense_residual else 0
+    mtp = (model.vocab_size + 2 * model.hidden_size) * model.num_nextn_predict_layers  # its logits and its input
     return {
         "embed": OpWork(0.0),
         "attend": OpWork(attention + shared + 2 * tokens * gate_matrices(model), scores + mixes),
         "dense": OpWork(attention + dense, scores),
         "expert": OpWork(2 * busiest_rows(config, tokens) * matrices * model.hidden_size * moe.intermediate_size),
-        "head": OpWork(2 * tokens * model.hidden_size * model.vocab_size),
+        "head": OpWork(2 * tokens * model.hidden_size * (model.vocab_size + mtp)),
     }
 
 

@@ -19,7 +19,7 @@ def working_bytes(
     The heads of `transposed` blocks are transposed.
     """
     model, rows, item = config.model, sizes.rows, sizes.item
-    in_block = in_blocks(config, mesh) / model.num_layers
+    in_block = in_blocks(config, mesh) / model.num_blocks
     squares = sizes.pairs * (compiler.pair_bytes + 2 * item)
     squares += _linear_bytes(sizes, model)
     hidden = rows.computed * model.moe.intermediate_size / sizes.expert_tensor
@@ -73,7 +73,7 @@ def _gradients_in_flight(config: Config, mesh: Mapping[str, int]) -> float:
     ranks = config.mesh.expert_ranks(mesh) * shared_by // mesh["tensor"]
     summed = counts.heads_and_hidden / mesh["tensor"] * (copies > 1)
     summed += _expert_parameters(config, mesh) / shared_by * (copies > ranks)
-    return 2 * 4 * summed * min(schedule.unroll * period_of(config) / config.model.num_layers, 1)
+    return 2 * 4 * summed * min(schedule.unroll * period_of(config) / config.model.num_blocks, 1)
 
 
 def in_blocks(config: Config, mesh: Mapping[str, int]) -> float:
@@ -101,7 +101,9 @@ def head_bytes(config: Config, sizes: DeviceSizes, compiler: Compiler, mode: Mod
     chunk = logit_chunk(config, sizes.own_tokens)
     if chunk is not None:
         return (4 + sizes.item) * chunk * model.vocab_size + sizes.item * matrix
-    values = sizes.own_tokens * model.vocab_size
+    # a head task has both losses before its backward task; plain steps compute one after the other
+    heads = 1 + model.num_nextn_predict_layers * config.step_facts.orders_tasks
+    values = sizes.own_tokens * model.vocab_size * heads
     logits = 4 * values  # of all microbatches; the gradient is of one
     if compiler.logit_gradients:
         logits += sizes.item * values / sizes.microbatches

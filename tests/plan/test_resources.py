@@ -38,6 +38,8 @@ MODELS = [
     *(ModelConfig(moe=MoEConfig(gate=gate, bias=True)) for gate in ("gpt_oss", "xmoe", "softmoe", "hash")),
     ModelConfig(moe=MoEConfig(gate="xmoe", router_rank=5)),
     ModelConfig(moe=MoEConfig(gate="softmoe", slots_per_expert=3)),
+    ModelConfig(num_nextn_predict_layers=1, moe=MoEConfig(moe_layer_freq=2, num_shared_experts=1)),
+    ModelConfig(num_nextn_predict_layers=1, tie_word_embeddings=True, moe=MoEConfig(num_experts=0)),
 ]
 
 
@@ -55,7 +57,12 @@ LATENTS = {"num_key_value_heads": None, "latent": LatentConfig(kv_lora_rank=8, q
 
 @pytest.mark.parametrize(
     ("data", "expert", "tensor", "whole", "model"),
-    [(2, 4, 1, False, {}), (2, 2, 2, False, ALL_BIASES), (1, 2, 2, False, LATENTS), (2, 2, 2, True, ALL_BIASES)],
+    [
+        (2, 4, 1, False, {}),
+        (2, 2, 2, False, ALL_BIASES),
+        (1, 2, 2, False, LATENTS | {"num_nextn_predict_layers": 1}),
+        (2, 2, 2, True, ALL_BIASES),
+    ],
 )
 def test_parameters_of_a_device_are_those_of_the_real_one(data, expert, tensor, whole, model):
     moe = {"num_shared_experts": 1, "dense_residual": True, "bias": True}
