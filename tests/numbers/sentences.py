@@ -137,6 +137,27 @@ def _plans() -> list[Piece]:
     ]
 
 
+def _drafts() -> list[Piece]:
+    found = result("mtp_acceptance")
+    without, module = found["runs"]["next token"], found["runs"]["two tokens"]
+    return [
+        ("models.md", f"`python profiling/mtp_acceptance.py {found['steps']}`"),
+        (
+            "models.md",
+            f"agree at {module['acceptance_rate']:.1%} of {module['positions']:,} positions".replace("%", " %"),
+        ),
+        (
+            "models.md",
+            f"{100 * module['draft_is_the_text']:.1f} % are the text's own token, of the decoder's "
+            f"{100 * module['decoder_is_the_text']:.1f} %",
+        ),
+        (
+            "models.md",
+            f"validation loss is {module['validation_loss']} nats per byte, and {without['validation_loss']} without",
+        ),
+    ]
+
+
 def _training() -> list[Piece]:
     fp8, balance, copies = (result(name) for name in ("fp8_experts", "balance", "replicas"))
     losses, last = fp8["validation_losses"], str(fp8["steps"])
@@ -153,6 +174,7 @@ def _training() -> list[Piece]:
             f"{losses['float32, another seed'][last]:.3f} in float32 with another seed. At no evaluation was the "
             f"difference more than {differ:.3f}",
         ),
+        *_drafts(),
         (
             "balance.md",
             f"biases reach {max(seed['load_max_over_mean'] for seed in with_bias):.2f} at most over 100 steps, at the "
