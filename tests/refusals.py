@@ -695,6 +695,13 @@ REFUSED = {
         "train.mtp_loss_schedule=[[9.0, 0.3], [9.0, 0.1]] has [9.0, 0.1]: use pairs of a step, from 1 on and growing, "
         "and a weight from 0 up to 1000000, as in [[10000, 0.1]]"
     ),
+    **{
+        f"model.num_nextn_predict_layers=1 train.{name}=record": (
+            f"train.{name}=record has the experts of the decoder's blocks, and model.num_nextn_predict_layers=1: use "
+            f"model.num_nextn_predict_layers=0, or train.{name}=null"
+        )
+        for name in ("record_routing", "replay_routing")
+    },
     "model.num_nextn_predict_layers=1 mesh.pipeline=2": (
         "model.num_nextn_predict_layers=1 is not for the ticks of a pipeline, and mesh.pipeline=2: use "
         "mesh.pipeline=1, or model.num_nextn_predict_layers=0"

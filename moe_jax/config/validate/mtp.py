@@ -22,6 +22,12 @@ def check_mtp(config: Sections) -> None:
                     f"{name}={value} is for multi-token prediction, and {_NUMBER}=0: set {_NUMBER}=1, or {name}={unset}"
                 )
         return
+    for name in ("record_routing", "replay_routing"):
+        if (folder := getattr(train, name)) is not None:
+            raise ConfigError(
+                f"train.{name}={folder} has the experts of the decoder's blocks, and {_NUMBER}=1: use {_NUMBER}=0, or "
+                f"train.{name}=null"
+            )
     if config.step_facts.has_ticks:
         stages, order = config.mesh.pipeline, config.schedule.pipeline
         ticks, cure = ("mesh.pipeline", 1) if stages > 1 else ("schedule.pipeline", "1f1b")
