@@ -107,7 +107,7 @@ MUTATIONS = (
         "is_text_Bn = ~token_marks.padding(input_Bn)",
         "is_text_Bn = input_Bn == input_Bn",
         "routers' losses are means over what fills sequences, too",
-        [*STEP, "-k", "documents of a batch in parts"],
+        [*STEP, "-k", "documents and batch and parts"],
     ),
     Mutation(
         "drafts_over_borders",
