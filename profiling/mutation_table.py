@@ -703,7 +703,7 @@ MUTATIONS = (
     ),
     Mutation(
         "last_microbatch_alone",
-        "step/scheduled/executor.py",
+        "step/scheduled/pullbacks.py",
         "jax.tree.map(jnp.add, so_far, gradient)",
         "gradient",
         "blocks learn from the last microbatch alone",

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.config import AttentionView, Config, ExchangeConfig, ModelConfig
+from moe_jax.config import AttentionView, Config, ExchangeConfig, ModelConfig, MoEConfig
 from moe_jax.config.attention_kernels import Capability, kernel_of
 from moe_jax.config.layer_layout import Segment, decoder_segments, segments
 from moe_jax.config.registry import EXCHANGE_FACTS, OPEN_EXCHANGE, REDUCTION_FACTS
@@ -206,6 +206,11 @@ def attend_and_route(
     return Routed(x_BND, *routed)
 
 
+def experts_of(moe: MoEConfig, compute: ComputeConfig) -> Callable[[Params, ExpertRows], jax.Array]:
+    """Return the function of a rank's experts: parameters, received rows → their outputs."""
+    return partial(run_experts, moe=moe, product=compute.product, are_whole=compute.experts_are_whole)
+
+
 def rejoin(
     x_BND: Float[Array, "B N D"],
     returned: jax.Array,
@@ -253,13 +258,7 @@ def block(
     capacity = capacity._replace(buffer=buffer_of(model.moe, compute.rank_capacity_factor, length, compute.ep_size()))
     context = context._replace(capacity=capacity)
     routed = attend_and_route(params, x_BND, model, view, compute, context, document_BL=document_BL)
-    experts = partial(
-        run_experts,
-        params["moe"]["experts"],
-        moe=model.moe,
-        product=compute.product,
-        are_whole=compute.experts_are_whole,
-    )
+    experts = partial(experts_of(model.moe, compute), params["moe"]["experts"])
     returned = dispatch_compute_combine(routed.sent, experts, compute.route, model.moe)
     return rejoin(routed.x_BND, returned, routed.metadata, model), routed.stats
 

@@ -55,7 +55,7 @@ def head_gradients(
         if dims.shape.split_weight_grad:
             tasks.weights(back._replace(direction="W"))
     dx_bND = jnp.concatenate([tasks.dx[r] for r in range(dims.microbatches)])
-    return tasks.losses, dx_bND, tasks.grads["head", NO_BLOCK]
+    return tasks.losses, dx_bND, tasks.pullbacks.grads["head", NO_BLOCK]
 
 
 def _tasks(dims: StepDims, params: Tree, x_bND: jax.Array, tokens: OwnTokens) -> Tasks:

@@ -20,10 +20,11 @@ from moe_jax.parallel.trees import Tree
 from moe_jax.step.losses import ObjectiveParts, parts_of
 from moe_jax.step.pipelined.buffer_reuse import BufferSlot, assign_buffer_slots
 from moe_jax.step.pipelined.build import Orders
-from moe_jax.step.scheduled.executor import Key, Tasks
+from moe_jax.step.scheduled.executor import Tasks
 from moe_jax.step.scheduled.grad_buckets import Reduction
 from moe_jax.step.scheduled.grad_reduce import GradientReducer
 from moe_jax.step.scheduled.layer_loop import run
+from moe_jax.step.scheduled.pullbacks import Key
 from moe_jax.step.scheduled.scan_residuals import BlockConsts, ScanBody
 from moe_jax.step.scheduled.split_vjp import Pullback
 from moe_jax.step.scheduled.step_dims import StepDims
@@ -151,7 +152,9 @@ class ModelChunk:
         stacked |= dict(zip([*self._reused, *self._buffered], [*reused, *buffered], strict=True))
         waiting, rare = self._backward_body.rebuild(consts, [stacked[i] for i in range(len(stacked))])
         tasks = self._tasks(consts)
-        tasks.waiting = {key: self._traced.waiting[key].with_residuals(values) for key, values in waiting.items()}
+        tasks.pullbacks.waiting = {
+            key: self._traced.pullbacks.waiting[key].with_residuals(values) for key, values in waiting.items()
+        }
         tasks.lane_overflow.restore(rare, self._traced.lane_overflow)
         run(self._orders.weight, tasks, self._sums(tasks))
         return self._gradients(tasks)
@@ -190,13 +193,15 @@ class ModelChunk:
         if stats is not None:
             parts = parts_of(tasks.losses, stats, sums.count_ME, self.dims.routed_tokens, sums.model.moe)
         x_bND = self._joined(tasks.x)
-        saved = _Saved(tasks.pullbacks, tasks.lane_overflow.overflows, sums.share_ME if self._moe else None, x_bND)
+        saved = _Saved(
+            tasks.pullbacks.stored, tasks.lane_overflow.overflows, sums.share_ME if self._moe else None, x_bND
+        )
         return x_bND, parts, saved
 
     def _start_backward(self, dx_bND: jax.Array, consts: BlockConsts, residuals: Sequence[jax.Array]) -> Tasks:
         saved: _Saved = self._forward_body.rebuild(consts, residuals)
         tasks = self._tasks(consts)
-        tasks.pullbacks, tasks.lane_overflow.overflows = saved.pullbacks, saved.overflows
+        tasks.pullbacks.stored, tasks.lane_overflow.overflows = saved.pullbacks, saved.overflows
         tasks.widths = self._widths
         share_mE = saved.share_mE
         if share_mE is not None:
@@ -223,4 +228,6 @@ class ModelChunk:
 
 def _waiting(tasks: Tasks) -> Tree:
     """Return what the weight gradients need."""
-    return {key: pullback.residuals() for key, pullback in tasks.waiting.items()}, tasks.lane_overflow.residuals()
+    return {
+        key: pullback.residuals() for key, pullback in tasks.pullbacks.waiting.items()
+    }, tasks.lane_overflow.residuals()

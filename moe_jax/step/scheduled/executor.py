@@ -4,7 +4,7 @@ B sequences of this device, N tokens of each, M blocks with experts, E experts. 
 r) and pieces (index p).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,15 +17,15 @@ from moe_jax.models.dispatchers.protocol import CapacityState, DispatchMetadata,
 from moe_jax.models.dispatchers.ragged import Stored, lane_experts
 from moe_jax.models.head import HeadLoss, LossForm, no_loss
 from moe_jax.models.hooks import hooks_of
-from moe_jax.models.moe import RouterContext, RouterStats, run_experts
+from moe_jax.models.moe import RouterContext, RouterStats
 from moe_jax.models.mtp import MTPInputs, after_mtp_input, decoder_loss
 from moe_jax.models.transformer import (
-    REMAT_POLICIES,
     ComputeConfig,
     Routed,
     attend_and_route,
     dense_block,
     embed,
+    experts_of,
     rejoin,
 )
 from moe_jax.parallel.all_to_all import ragged
@@ -36,17 +36,12 @@ from moe_jax.schedule.actions import Action
 from moe_jax.step.scheduled.expert_weight_casts import ExpertWeights
 from moe_jax.step.scheduled.issue_order import IssueOrder
 from moe_jax.step.scheduled.lane_overflow import LaneOverflow
-from moe_jax.step.scheduled.param_gathering import (
-    ParamGathering,
-    Regathered,
-    but_experts,
-    differentiate_regathered,
-)
+from moe_jax.step.scheduled.param_gathering import ParamGathering, but_experts
+from moe_jax.step.scheduled.pullbacks import Pullbacks
 from moe_jax.step.scheduled.scan_residuals import BlockConsts
-from moe_jax.step.scheduled.split_vjp import SplitBackward, differentiate, floats_of, with_floats
+from moe_jax.step.scheduled.split_vjp import floats_of, with_floats
 from moe_jax.step.scheduled.step_dims import StepDims
 
-Key = tuple[str, int, int]  # op, block, microbatch or piece
 Piece = ExpertRows | ragged.Lanes  # rows in transit, or the lanes of a ragged exchange's experts
 Flow = dict[int, Piece | Arrival]  # by piece
 
@@ -78,11 +73,9 @@ class Tasks:
             parts = (jnp.split(x_Bn, dims.microbatches) for x_Bn in tokens)
             self.tokens = list(map(OwnTokens, *parts))
         self.mtp = [None] * dims.microbatches if mtp is None else mtp.parts(dims.microbatches)
-        # of multi-token prediction: embedding of each next token, and features of the decoder's last block
-        self.mtp_embedding: dict[int, jax.Array] = {}
-        self.decoded: dict[int, jax.Array] = {}
-        self.d_mtp_embedding: dict[int, jax.Array] = {}  # their cotangents
-        self.d_decoded: dict[int, jax.Array] = {}
+        # of multi-token prediction: embeddings of next tokens, features of the decoder's last block, their cotangents
+        self.mtp_embedding, self.decoded = dict[int, jax.Array](), dict[int, jax.Array]()
+        self.d_mtp_embedding, self.d_decoded = dict[int, jax.Array](), dict[int, jax.Array]()
         # what gates read besides features, before block 0
         self.router_inputs = consts.router_inputs and consts.router_inputs.parts(dims.microbatches)
         self.documents = consts.documents(dims.microbatches)
@@ -94,16 +87,13 @@ class Tasks:
         self.dmetadata: dict[int, list[jax.Array]] = {}
         self.dflow: Flow = {}
         self.widths: list[int] = []  # rows of each piece of a microbatch
-        self.pullbacks: dict[Key, Callable[..., Any]] = {}
-        self.regathered: dict[Key, Regathered] = {}  # pullbacks of tasks whose weights are gathered again
-        self.waiting: dict[Key, SplitBackward] = {}
+        self.pullbacks = Pullbacks(dims, consts.blocks, regathers)
         self.stats: dict[tuple[int, int], RouterStats] = {}  # by block and microbatch
         self.share: Callable[[int], jax.Array]  # block → each expert's share of the block's (token, choice) pairs
-        self.grads: dict[tuple[str, int], Tree] = {}
         self.loss_form = LossForm.of(dims.config)
         self.losses = no_loss(self.loss_form)  # of the head
         self.order = IssueOrder(dims.compute.platform)
-        self.gathering, self._regathers = gathering, regathers
+        self.gathering = gathering
         self.awaits_rows = False  # whether backward attend tasks wait for their rows before any computation
 
     # forward
@@ -121,7 +111,9 @@ class Tasks:
             mtp, tokens = self.mtp[r], [self.tokens[r].input_Bn]
             tokens += [] if mtp is None else [mtp.next_Bn]
             look_up = partial(_look_up, tokens=tokens, model=self.dims.config.model, compute=self.dims.compute)
-            self.x[r], *of_next = self._differentiate(("embed", action.block, r), look_up, self.ends["embedding"], ())
+            self.x[r], *of_next = self.pullbacks.differentiate(
+                ("embed", action.block, r), look_up, self.ends["embedding"], ()
+            )
             if of_next:
                 (self.mtp_embedding[r],) = of_next
 
@@ -135,7 +127,7 @@ class Tasks:
         self.widths = [piece.shape[axis] for piece in pieces]
         rows = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=axis)
         inputs = (self.x[r], rows, self.metadata.pop(r))
-        self.x[r] = self._differentiate(
+        self.x[r] = self.pullbacks.differentiate(
             ("residual", consumer, r), partial(_rejoin, model=model, ragged=self.dims.ragged), (), inputs
         )
 
@@ -164,11 +156,12 @@ class Tasks:
         """Run attention and what follows it on a microbatch's residual stream."""
         key, weights = ("attend", block, r), but_experts(self.blocks[block])
         if not self.dims.is_mtp(block):
-            return self._differentiate(key, self._remat(run), weights, self.x[r])
+            return self.pullbacks.differentiate(key, run, weights, self.x[r], remat=True)
         self.decoded[r] = self.x[r]
         inputs = self.x[r], self.mtp_embedding.pop(r)
         run = after_mtp_input(run, self.dims.config.model)
-        return self._differentiate(key, self._remat(run), weights | {"last_norm": self.ends["norm"]}, inputs)
+        weights |= {"last_norm": self.ends["norm"]}
+        return self.pullbacks.differentiate(key, run, weights, inputs, remat=True)
 
     def _capacity(self, block: int, r: int) -> CapacityState:
         """Return the capacity that earlier microbatches have left in the experts' slots."""
@@ -187,13 +180,8 @@ class Tasks:
                 self.flow[p] = self._lanes(block, p, received)
             else:
                 weights = self.blocks[block]["moe"]["experts"]
-                function = partial(
-                    run_experts,
-                    moe=dims.config.model.moe,
-                    product=dims.compute.product,
-                    are_whole=dims.compute.experts_are_whole,
-                )
-                out = self._differentiate(("expert", block, p), self._remat(function), weights, received)
+                run = experts_of(dims.config.model.moe, dims.compute)
+                out = self.pullbacks.differentiate(("expert", block, p), run, weights, received, remat=True)
                 self.flow[p] = ExpertRows(out)
             self.order.record_compute(floats_of(self.flow[p])[0])
 
@@ -201,8 +189,8 @@ class Tasks:
         """Apply the experts to their lanes, and to the rows that overflowed them."""
         weights = self.expert_weights.forward(block, lanes.main_LbD)
         filled_L = ragged.filled(lanes.count_PE, self.dims.compute.expert_axis)
-        function = self._remat(partial(lane_experts, filled_L=filled_L, moe=self.dims.config.model.moe))
-        main = self._differentiate(("expert", block, p), function, weights, lanes.main_LbD)
+        function = partial(lane_experts, filled_L=filled_L, moe=self.dims.config.model.moe)
+        main = self.pullbacks.differentiate(("expert", block, p), function, weights, lanes.main_LbD, remat=True)
         return lanes._replace(main_LbD=main, rest_R=self.lane_overflow.forward(block, p, lanes, filled_L))
 
     def _head(self, action: Action) -> None:
@@ -218,7 +206,7 @@ class Tasks:
         for r in self.dims.microbatches_of(action):
             self.add_combine_to_residual(r, blocks)
             x = [self.decoded.pop(r), self.x.pop(r)] if self.dims.shape.mtp else [self.x.pop(r)]
-            loss: HeadLoss = self._differentiate(("head", action.block, r), partial(share, r=r), weights, x)
+            loss: HeadLoss = self.pullbacks.differentiate(("head", action.block, r), partial(share, r=r), weights, x)
             self.order.record_compute(loss.total)
             self.losses = jax.tree.map(jnp.add, self.losses, loss.terms)
 
@@ -236,7 +224,7 @@ class Tasks:
     def _head_back(self, action: Action) -> None:
         for r in self.dims.microbatches_of(action):
             d_loss = HeadLoss.cotangent(self.order.after_compute(jnp.float32(1)), self.loss_form)
-            *of_decoded, self.dx[r] = self._pull("head", action.block, r, jax.tree.leaves(d_loss))
+            *of_decoded, self.dx[r] = self.pullbacks.pull(("head", action.block, r), jax.tree.leaves(d_loss))
             if of_decoded:
                 (self.d_decoded[r],) = of_decoded
             self.order.record_compute(self.dx[r])
@@ -244,7 +232,7 @@ class Tasks:
 
     def add_combine_to_residual_back(self, r: int, consumer: int) -> None:
         """Backward of `add_combine_to_residual`: cotangents of the stream, the returned rows and their weights."""
-        pullback = self.pullbacks.pop(("residual", consumer, r), None)
+        pullback = self.pullbacks.stored.pop(("residual", consumer, r), None)
         if pullback is None:
             return
         _, (self.dx[r], drows, *self.dmetadata[r]) = pullback([self.dx[r]])
@@ -259,7 +247,7 @@ class Tasks:
         for p in self.dims.pieces_of(action):
             d = self._arrived(self.dflow, p)
             d_out = d.main_LbD if isinstance(d, ragged.Lanes) else d.rows
-            (d_in,) = self._pull("expert", block, p, [d_out], self.expert_weights.replacements(block, d_out))
+            (d_in,) = self.pullbacks.pull(("expert", block, p), [d_out], self.expert_weights.replacements(block, d_out))
             self.order.record_compute(d_in)
             if isinstance(d, ragged.Lanes):
                 self.dflow[p] = d._replace(main_LbD=d_in, rest_R=self.lane_overflow.backward(block, p, d.rest_R))
@@ -273,9 +261,9 @@ class Tasks:
 
         If they were added earlier, XLA could not add up the pieces in one operation.
         """
-        under_way = self.pullbacks.keys() | self.regathered.keys() | self.waiting.keys()
-        if not any(("expert", block, p) in under_way for p in range(self.dims.num_pieces)):
-            self.grads["expert", block] = self.lane_overflow.add_weights(block, self.grads["expert", block])
+        if not any(self.pullbacks.is_under_way(("expert", block, p)) for p in range(self.dims.num_pieces)):
+            grads = self.pullbacks.grads
+            grads["expert", block] = self.lane_overflow.add_weights(block, grads["expert", block])
 
     def _attend_back(self, action: Action) -> None:
         dims, block = self.dims, action.block
@@ -288,7 +276,7 @@ class Tasks:
                 if self.awaits_rows:
                     cotangents = [depend_on(cotangents[0], drows, dims.compute.platform)]
                 cotangents += [drows, *self._no_cotangents(r), *self.dmetadata.pop(r), *self._router_cotangents(block)]
-            self.dx[r], *of_next = self._pull("attend", block, r, cotangents)
+            self.dx[r], *of_next = self.pullbacks.pull(("attend", block, r), cotangents)
             if of_next:
                 self.dx[r], (self.d_mtp_embedding[r],) = self.dx[r] + self.d_decoded.pop(r), of_next
             self.order.record_compute(self.dx[r])
@@ -311,16 +299,16 @@ class Tasks:
         for r in self.dims.microbatches_of(action):
             cotangents = [self.order.after_compute(self.dx.pop(r))]
             cotangents += [self.d_mtp_embedding.pop(r)] if self.dims.shape.mtp else []
-            gradient, _ = self.pullbacks.pop(("embed", action.block, r))(cotangents)
-            self._add(("embed", action.block), gradient)
+            gradient, _ = self.pullbacks.stored.pop(("embed", action.block, r))(cotangents)
+            self.pullbacks.add(("embed", action.block), gradient)
 
     def weights(self, action: Action) -> None:
         """Run a W (weight gradient) task."""
         parts = self.dims.pieces_of(action) if action.op == "expert" else self.dims.microbatches_of(action)
         for part in parts:
-            gradient = self.waiting.pop((action.op, action.block, part)).weights(self.order.after_compute)
+            gradient = self.pullbacks.waiting.pop((action.op, action.block, part)).weights(self.order.after_compute)
             self.order.record_compute(jax.tree.leaves(gradient)[0])
-            self._add((action.op, action.block), gradient)
+            self.pullbacks.add((action.op, action.block), gradient)
         if action.op == "expert":
             self._add_overflow_gradients(action.block)
 
@@ -352,19 +340,19 @@ class Tasks:
                 if again is not None:
                     self.order.record_comm(again)
             first, *others = floats_of(piece)
-            _, d = self.pullbacks.pop(key)([self.order.after_comm(first), *others])
+            _, d = self.pullbacks.stored.pop(key)([self.order.after_comm(first), *others])
             if action.op == "dispatch":
                 return ExpertRows(d[0])
             return ragged.Lanes(main_LbD=d[0], rest_R=d[1], count_PE=self.lane_overflow.count_PE(action.block, p))
         if isinstance(piece, ragged.Lanes):
             lanes = piece._replace(main_LbD=self.order.after_comm(piece.main_LbD))
-            return self._differentiate(key, lambda _, lanes: exchange.combine(lanes), (), lanes)
+            return self.pullbacks.differentiate(key, lambda _, lanes: exchange.combine(lanes), (), lanes)
         assert piece.sizes is not None, "ragged rows travel with their sizes"
         assert piece.source is not None, "and may have to be sent again"
         self.lane_overflow.sent(p, piece.source)
         count_E = self.order.after_comm(piece.sizes) if self.dims.compute.platform == "gpu" else piece.sizes
         inputs = self.order.after_comm(piece.rows), exchange.sizes(count_E)
-        return self._differentiate(key, lambda _, inputs: exchange.dispatch(*inputs), (), inputs)
+        return self.pullbacks.differentiate(key, lambda _, inputs: exchange.dispatch(*inputs), (), inputs)
 
     def _arrived(self, flow: Flow, p: int) -> Piece:
         """Return a piece for the next compute task, ordered after the previous one."""
@@ -384,55 +372,6 @@ class Tasks:
         self.gathering.run(action, self.order)
         if action.op in ("embed", "head"):
             self.ends |= self.gathering.whole.pop(action.op)
-
-    # pullbacks
-
-    def _remat(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        remat = self.dims.compute.remat
-        return function if remat == "none" else jax.checkpoint(function, policy=REMAT_POLICIES[remat])
-
-    def _differentiate(self, key: Key, function: Callable[[Tree, Tree], Tree], weights: Tree, inputs: Tree) -> Any:
-        pull = partial(differentiate, function, min_cut=self.dims.min_cut_remat)
-        op, block, _ = key
-        again = self._regathers and self.dims.shape.param_gather_of(Action("B", op, block, 0)) is not None
-        if again:
-            result, self.regathered[key] = differentiate_regathered(pull, weights, inputs)
-        else:
-            result, self.pullbacks[key] = pull(weights, inputs)
-        return result
-
-    def _pull(
-        self,
-        op: str,
-        block: int,
-        part: int,
-        cotangents: Sequence[jax.Array],
-        replacements: Iterable[tuple[jax.Array, jax.Array]] = (),
-    ) -> list[jax.Array]:
-        """Return the gradients of a task's inputs; its weight gradients are added up now, or deferred to its W task.
-
-        `replacements`: see `SplitBackward`.
-        """
-        pulled = SplitBackward(self._pullback((op, block, part)), cotangents, replacements)
-        inputs = pulled.inputs()
-        if self.dims.shape.split_weight_grad:
-            self.waiting[op, block, part] = pulled
-        else:
-            self._add((op, block), pulled.weights(lambda x: x))
-        return inputs
-
-    def _pullback(self, key: Key) -> Callable[..., Any]:
-        if key not in self.regathered:
-            return self.pullbacks.pop(key)
-        weights = self.blocks[key[1]]
-        return self.regathered.pop(key).with_weights(
-            weights["moe"]["experts"] if key[0] == "expert" else but_experts(weights)
-        )
-
-    def _add(self, owner: tuple[str, int], gradient: Tree) -> None:
-        gradient = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)  # also those of casts
-        so_far = self.grads.get(owner)
-        self.grads[owner] = gradient if so_far is None else jax.tree.map(jnp.add, so_far, gradient)
 
 
 def _look_up(

@@ -115,7 +115,7 @@ class GradientReducer:
         )
 
     def _of_this_part(self, owner: int) -> Tree:
-        grads = self.tasks.grads
+        grads = self.tasks.pullbacks.grads
         if owner == 0:
             embedding = grads["embed", NO_BLOCK]
             return embedding + grads["head", NO_BLOCK]["embedding"] if self.model.tie_word_embeddings else embedding

@@ -121,7 +121,11 @@ class LayerScan:
             of_block = ([tasks.stats[block, r] for r in self.microbatches] for block in self.moe)
             stats = [jax.tree.map(lambda *parts: sum(parts), *parts) for parts in of_block]
             results = stats, tasks.order.end_of_iteration(), self._gathered(tasks, 1)
-            return [tasks.x[r] for r in self.microbatches], results, (tasks.pullbacks, tasks.lane_overflow.overflows)
+            return (
+                [tasks.x[r] for r in self.microbatches],
+                results,
+                (tasks.pullbacks.stored, tasks.lane_overflow.overflows),
+            )
 
         x = [self.tasks.x[r] for r in self.microbatches]
         whole = self._whole(0)
@@ -152,7 +156,7 @@ class LayerScan:
         """Restore the pullbacks of a forward iteration in `tasks`; blocks' numbers grow by `shift`."""
         residuals = [jax.lax.dynamic_index_in_dim(leaf, iteration, keepdims=False) for leaf in self.residuals]
         pullbacks, overflows = self.body.rebuild(consts, residuals)
-        tasks.pullbacks |= {(op, block + shift, part): pull for (op, block, part), pull in pullbacks.items()}
+        tasks.pullbacks.stored |= {(op, block + shift, part): pull for (op, block, part), pull in pullbacks.items()}
         tasks.lane_overflow.overflows |= {(block + shift, part): rows for (block, part), rows in overflows.items()}
         tasks.widths = self.tasks.widths
 

@@ -1,0 +1,85 @@
+"""The pullbacks of forward tasks, until their backward tasks call them, and the weight gradients that these give."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moe_jax.models.transformer import REMAT_POLICIES
+from moe_jax.parallel.trees import Params, Tree
+from moe_jax.schedule.actions import Action
+from moe_jax.step.scheduled.param_gathering import Regathered, but_experts, differentiate_regathered
+from moe_jax.step.scheduled.split_vjp import SplitBackward, differentiate
+from moe_jax.step.scheduled.step_dims import StepDims
+
+Key = tuple[str, int, int]  # op, block, microbatch or piece
+
+
+class Pullbacks:
+    """Differentiates tasks as they run forward, and stores what their B and W tasks need.
+
+    `regathers`: the weights of backward tasks are gathered again, from `blocks`.
+    """
+
+    def __init__(self, dims: StepDims, blocks: Mapping[int, Params], regathers: bool):
+        self._dims, self._blocks, self._regathers = dims, blocks, regathers
+        self.stored: dict[Key, Callable[..., Any]] = {}
+        self.regathered: dict[Key, Regathered] = {}  # of tasks whose weights are gathered again
+        self.waiting: dict[Key, SplitBackward] = {}  # for W tasks
+        self.grads: dict[tuple[str, int], Tree] = {}  # of weights, by op and block, in float32
+
+    def differentiate(
+        self, key: Key, function: Callable[[Tree, Tree], Tree], weights: Tree, inputs: Tree, *, remat: bool = False
+    ) -> Any:
+        """Return `function(weights, inputs)`, and store its pullback.
+
+        With `remat` the pullback recomputes what the config says.
+        """
+        if remat and self._dims.compute.remat != "none":
+            function = jax.checkpoint(function, policy=REMAT_POLICIES[self._dims.compute.remat])
+        pull = partial(differentiate, function, min_cut=self._dims.min_cut_remat)
+        op, block, _ = key
+        again = self._regathers and self._dims.shape.param_gather_of(Action("B", op, block, 0)) is not None
+        if again:
+            result, self.regathered[key] = differentiate_regathered(pull, weights, inputs)
+        else:
+            result, self.stored[key] = pull(weights, inputs)
+        return result
+
+    def pull(
+        self,
+        key: Key,
+        cotangents: Sequence[jax.Array],
+        replacements: Iterable[tuple[jax.Array, jax.Array]] = (),
+    ) -> list[jax.Array]:
+        """Return the gradients of a task's inputs; its weight gradients are added up now, or deferred to its W task.
+
+        `replacements`: see `SplitBackward`.
+        """
+        pulled = SplitBackward(self._take(key), cotangents, replacements)
+        inputs = pulled.inputs()
+        if self._dims.shape.split_weight_grad:
+            self.waiting[key] = pulled
+        else:
+            self.add(key[:2], pulled.weights(lambda x: x))
+        return inputs
+
+    def is_under_way(self, key: Key) -> bool:
+        """Whether weight gradients of a task are still to be added."""
+        return key in self.stored or key in self.regathered or key in self.waiting
+
+    def add(self, owner: tuple[str, int], gradient: Tree) -> None:
+        """Add a gradient of the weights of an op of a block, in float32."""
+        gradient = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)  # also those of casts
+        so_far = self.grads.get(owner)
+        self.grads[owner] = gradient if so_far is None else jax.tree.map(jnp.add, so_far, gradient)
+
+    def _take(self, key: Key) -> Callable[..., Any]:
+        if key not in self.regathered:
+            return self.stored.pop(key)
+        op, block, _ = key
+        weights = self._blocks[block]
+        own = weights["moe"]["experts"] if op == "expert" else but_experts(weights)
+        return self.regathered.pop(key).with_weights(own)
