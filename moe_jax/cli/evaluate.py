@@ -45,7 +45,9 @@ def main() -> None:
     """Parse the command line, evaluate, print the results, and store them."""
     arguments = _arguments()
     run = local_path(arguments.run)
-    config = load_config(run, arguments.overrides)
+    if not run.is_dir():
+        raise CheckpointError(f"run {run} does not exist: name the folder of a run (log.dir)")
+    config = load_config(run, [*_freed(arguments.overrides), *arguments.overrides])
     if not steps_of(run):
         raise CheckpointError(f"run {run} has no checkpoint: train it first, or name another run folder")
     processes.initialize(processes.options_from(arguments), config.mesh.cpu_devices)
@@ -68,6 +70,18 @@ def main() -> None:
             print(shown(f"the results are not added to the run's metrics: {problem}"))
         if arguments.json:
             _write_json(arguments, step, found)
+
+
+def _freed(overrides: Sequence[str]) -> list[str]:
+    """Return overrides that undo what a run says of its own mesh and changes no loss, if another mesh is named."""
+    if not any(each.startswith("mesh.") for each in overrides):
+        return []
+    over = [axis for axis in ("context", "tensor") if f"mesh.{axis}=1" in overrides]
+    return [
+        "optimizer.zero_axes=null",
+        "exchange.ranks_per_node=null",
+        *(f"mesh.experts_over_{axis}=false" for axis in over),
+    ]
 
 
 def _arguments() -> argparse.Namespace:

@@ -19,7 +19,7 @@ from moe_jax.config import Config
 from moe_jax.config.draft import Draft
 from moe_jax.config.registry import OPEN_EXCHANGE
 from moe_jax.config.validate import check_ranges
-from moe_jax.errors import UserError
+from moe_jax.errors import ConfigError, UserError
 from moe_jax.plan.candidates import Refused, on_meshes, with_rates
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.infeasible import no_plan_message, too_large
@@ -67,6 +67,11 @@ def plan(draft: Draft, cluster: Cluster, memory_factor: float = 1.0) -> Plans:
     `memory_factor` is the ratio of the memory that a compiler takes to the estimate of `plan/memory.py`.
     """
     check_ranges(draft)
+    if draft.optimizer.zero_axes is not None and "optimizer.zero" in draft.open:
+        raise ConfigError(
+            f"optimizer.zero_axes=[{', '.join(draft.optimizer.zero_axes)}] leaves a plan no choice of optimizer.zero: "
+            "set optimizer.zero=1, 2 or 3, or optimizer.zero_axes=null"
+        )
     with _rare_collections():
         return _plan(draft, cluster, memory_factor)
 

@@ -25,6 +25,11 @@ class Identity(NamedTuple):
     # CRC-32 of the tokens of each split, and size and times of a .txt file; of a mixture a list of these, as `sources`
     text: Mapping[str, Any]
 
+    @property
+    def train_checksums(self) -> list[int]:
+        """The checksum of the tokens to train on, of each source."""
+        return [text["train"] for text in _texts(self.text)]
+
 
 def identity_of(folder: Path, first_step: int, sources: Sequence[Tokens]) -> Identity:
     """The identity of the run that resumes in a folder, or of a new one. Process 0 reads it; all processes call it."""

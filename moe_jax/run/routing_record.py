@@ -6,7 +6,8 @@ the global batch in the order of its sequences, k choices, best first.
 """
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -26,26 +27,33 @@ from moe_jax.step.plain import ROUTED
 from moe_jax.step.trainer import Trainer
 
 _FACTS = "routing.json"
+_TEXTS, _RUN = "texts", "log.dir"  # in it, beside settings: checksums of the tokens, and the folder of the run
 
 
 class RoutingRecords:
     """The record that a run writes, and the one that it replays; either may be missing."""
 
-    def __init__(self, config: Config, trainer: Trainer, first_step: int):
-        """`first_step` is the number of steps done before.
+    def __init__(self, config: Config, trainer: Trainer, first_step: int, texts: Sequence[int]):
+        """`first_step` is the number of steps done before, `texts` has the checksum of each source of tokens.
 
-        Raises ConfigError if a record to replay lacks later steps or is of other sizes, and if the folder of one to
-        write has a record of other sizes.
+        Raises ConfigError if a record to replay lacks later steps or is of other sizes or tokens, and if the folder of
+        one to write has the record of another run.
         """
-        self._config, self._mesh = config, trainer.mesh
+        self._config, self._mesh, self._first_step = config, trainer.mesh, first_step
+        self._facts = {**facts_of(config), _TEXTS: list(texts), _RUN: os.path.abspath(config.log.dir)}
         self._record, self._replay = (
             None if name is None else Path(name) for name in (config.train.record_routing, config.train.replay_routing)
         )
         if self._replay is not None:
-            _check_facts(self._replay, config, "train.replay_routing")
+            _check_facts(self._replay, self._facts, "train.replay_routing")
             _check_steps(self._replay, range(first_step + 1, config.train.steps + 1))
         if self._record is not None and (self._record / _FACTS).exists():
-            _check_facts(self._record, config, "train.record_routing")
+            saved = _check_facts(self._record, self._facts, "train.record_routing")
+            if not first_step and saved.get(_RUN) != self._facts[_RUN]:
+                raise ConfigError(
+                    f"train.record_routing={self._record} has the record of log.dir={saved.get(_RUN)}: name another "
+                    "folder"
+                )
 
     def inputs(self, step: int, others: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return a step's last inputs: `others`, and the experts that it replays.
@@ -72,13 +80,25 @@ class RoutingRecords:
         try:
             if not (self._record / _FACTS).exists():
                 self._record.mkdir(parents=True, exist_ok=True)
-                write_atomically(self._record / _FACTS, json.dumps(facts_of(self._config)) + "\n")
+                write_atomically(self._record / _FACTS, json.dumps(self._facts) + "\n")
+            if step == self._first_step + 1:
+                self._remove_after(step)
             write_together({_file(self._record, step): content.getvalue()})
         except OSError as error:
             raise ConfigError(
                 f"train.record_routing={self._record} cannot be written ({error.strerror}): name another folder"
             ) from None
         return rest
+
+    def _remove_after(self, step: int) -> None:
+        """Remove later steps of an earlier start of this run, which trains them again."""
+        assert self._record is not None
+        newest = _file(self._record, step).name
+        later = [path for path in self._record.glob("*.npy") if path.name > newest]
+        for path in later:
+            path.unlink()
+        if later:
+            print(f"train.record_routing={self._record}: removed {len(later)} steps of an earlier start", flush=True)
 
     @property
     def _blocks(self) -> list[int]:
@@ -104,10 +124,13 @@ class RoutingRecords:
         except (OSError, ValueError, EOFError) as error:
             raise DataError(f"{file} cannot be read ({error}): record the step again") from None
         wanted = (len(self._blocks), tokens, choices)
-        if found.shape != wanted or found.dtype != np.int32 or not 0 <= found.min() <= found.max() <= self._experts:
+        if found.shape != wanted or found.dtype != np.int32:
             raise DataError(
                 f"{file} has {found.dtype}{list(found.shape)}, not experts in int32{list(wanted)}: record it again"
             )
+        if not 0 <= found.min() <= found.max() <= self._experts:
+            wrong = found[(found < 0) | (found > self._experts)][0]
+            raise DataError(f"{file} has expert {wrong}, and model.moe.num_experts={self._experts}: record it again")
         ordered = np.sort(found, axis=-1)
         if ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] < self._experts)).any():
             raise DataError(f"{file} has a token with one expert twice, which no gate chooses: record it again")
@@ -129,20 +152,31 @@ def facts_of(config: Config) -> dict[str, int]:
     }
 
 
-def _check_facts(folder: Path, config: Config, name: str) -> None:
+def _check_facts(folder: Path, facts: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the facts of a record. Raises ConfigError if it is of other sizes or of other tokens."""
     try:
         saved = read_json(folder / _FACTS)
-    except (OSError, ValueError):
+    except FileNotFoundError:
         raise ConfigError(
             f"{name}={folder} has no {_FACTS}: name a folder that a run with train.record_routing has written"
         ) from None
-    for setting, own in facts_of(config).items():
-        recorded = saved.get(setting) if isinstance(saved, dict) else None
-        if recorded != own:
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{name}={folder}: {_FACTS} cannot be read ({error}): record it again") from None
+    if not isinstance(saved, dict):
+        raise ConfigError(f"{name}={folder}: {_FACTS} has no settings: record it again")
+    for setting, own in facts.items():
+        recorded = saved.get(setting)
+        if setting == _TEXTS and recorded != own:
+            raise ConfigError(
+                f"{name}={folder} was recorded on other text than that of data.path: use the text of the record, or "
+                "another folder"
+            )
+        if setting != _RUN and recorded != own:
             raise ConfigError(
                 f"{name}={folder} was recorded with {setting}={recorded}, and this run has {setting}={own}: use "
                 f"{setting}={recorded}, or another folder"
             )
+    return saved
 
 
 def _check_steps(folder: Path, steps: range) -> None:

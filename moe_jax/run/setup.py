@@ -149,6 +149,7 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
     trainer = make_trainer(config_at(config, first_step + 1), mesh)
     sources = tuple(Samples.of(of_source, "train", data) for of_source in tokens)
     mixture = Mixture.of(data, batch_size, config.train.seed)
+    identity = identity_of(folder, first_step, tokens)
     return Run(
         config=config,
         folder=folder,
@@ -162,14 +163,14 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
             ValidationSet.of(Samples.of(of_source, "validation", data), config, rows) for of_source in tokens
         ),
         first_step=first_step,
-        identity=identity_of(folder, first_step, tokens),
+        identity=identity,
         choices=choices,
         changes=capacity_changes(config, mesh, first_step),
         cluster=_migration_cluster(config),
         damaged=damaged,
         safety=safety_plan(config, trainer.state_shapes),
         target=target_here(trainer),
-        routing=RoutingRecords(config, trainer, first_step),
+        routing=RoutingRecords(config, trainer, first_step, identity.train_checksums),
     )
 
 

@@ -6,12 +6,15 @@ from typing import Literal
 import pytest
 
 from moe_jax.config import Config, OptimizerConfig
+from moe_jax.config.yaml_io import load_draft
+from moe_jax.errors import ConfigError
 from moe_jax.plan.clusters import find_cluster
 from moe_jax.plan.collective_costs import CollectiveCosts, DeviceGroup
 from moe_jax.plan.estimate import update_seconds
 from moe_jax.plan.gradients import ShardGroups, parts_of, shard_groups, sums_of
 from moe_jax.plan.memory import step_memory
 from moe_jax.plan.param_gathers import param_gathers
+from moe_jax.plan.planner import plan
 from tests.small import small_config
 
 CLUSTER = find_cluster("h100x64")  # 8 nodes of 8 devices
@@ -62,3 +65,9 @@ def test_between_nodes_go_the_sums_of_shards() -> None:
         2 * 7 / 8 * own_bytes, across, "all_reduce"
     )
     assert embedding.seconds(COSTS) == pytest.approx(expected)
+
+
+def test_a_plan_cannot_choose_whether_chosen_axes_shard() -> None:
+    draft = load_draft(None, ["optimizer.zero=auto", "optimizer.zero_axes=[expert]"])
+    with pytest.raises(ConfigError, match=r"leaves a plan no choice of optimizer\.zero: set optimizer\.zero=1, 2 or 3"):
+        plan(draft, CLUSTER)

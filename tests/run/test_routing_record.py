@@ -1,6 +1,7 @@
 """Whole runs that record the experts of their tokens, and runs that replay them."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +80,36 @@ def test_records_of_other_sizes_are_refused(recorded: Path, tmp_path: Path) -> N
     assert refused(recorded, "train.steps=6") == f"{record} has no step 5: set train.steps=4, or record more"
 
 
+def test_a_record_of_other_text_is_refused(recorded: Path, tmp_path: Path) -> None:
+    shutil.copytree(recorded / "record", tmp_path / "record")
+    facts = json.loads((tmp_path / "record" / "routing.json").read_text())
+    (tmp_path / "record" / "routing.json").write_text(json.dumps(facts | {"texts": [1]}))
+    assert refused(tmp_path) == (
+        f"train.replay_routing={tmp_path}/record was recorded on other text than that of data.path: use the text of "
+        "the record, or another folder"
+    )
+    (tmp_path / "record" / "routing.json").write_text("{")
+    assert refused(tmp_path).startswith(f"train.replay_routing={tmp_path}/record: routing.json cannot be read (")
+
+
+def test_a_record_is_of_one_run(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(recorded / "record", tmp_path / "record")
+    words = (*DROPLESS, "optimizer.schedule=constant", f"train.record_routing={tmp_path}/record", "train.steps=2")
+    with pytest.raises(ConfigError, match=r"has the record of log\.dir=.*/run: name another folder"):
+        train(config_of(tmp_path / "other", SETTINGS, *words))
+    facts = json.loads((tmp_path / "record" / "routing.json").read_text())
+    (tmp_path / "record" / "routing.json").write_text(json.dumps(facts | {"log.dir": f"{tmp_path}/other"}))
+    train(config_of(tmp_path / "other", SETTINGS, *words))
+    assert {path.name for path in (tmp_path / "record").glob("*.npy")} == {"00000001.npy", "00000002.npy"}
+    assert "removed 3 steps of an earlier start" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
         (np.zeros((1, 128, 2), np.int32), "has a token with one expert twice, which no gate chooses: record it again"),
         (np.ones((1, 128, 3), np.int32), "has int32[1, 128, 3], not experts in int32[1, 128, 2]: record it again"),
-        (np.full((1, 128, 2), 9, np.int32), "has int32[1, 128, 2], not experts in int32[1, 128, 2]: record it again"),
+        (np.full((1, 128, 2), 9, np.int32), "has expert 9, and model.moe.num_experts=8: record it again"),
         (np.ones((1, 128, 2)), "has float64[1, 128, 2], not experts in int32[1, 128, 2]: record it again"),
     ],
 )
