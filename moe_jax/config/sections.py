@@ -467,6 +467,7 @@ class ExchangeConfig(HashedOnce):
         return ":" in self.algorithm
 
 
+TOKEN_AXES = ("data", "expert", "context", "tensor")  # along which ranks have tokens of their own
 MOST_MARKED_SOURCES = 32  # bits of tokens that are free for it (data/token_marks.py)
 TEXT_SUFFIXES = (".jsonl", ".parquet")  # of files whose text is encoded while a run trains
 
@@ -596,7 +597,7 @@ class OptimizerConfig(HashedOnce):
     @property
     def sharding_axes(self) -> tuple[str, ...]:
         """The mesh axes over which ZeRO may shard."""
-        return ("data", "expert", "context", "tensor") if self.zero_axes is None else self.zero_axes
+        return TOKEN_AXES if self.zero_axes is None else self.zero_axes
 
     @property
     def facts(self) -> OptimizerFacts:

@@ -29,7 +29,9 @@ from moe_jax.plan.work import (
     ITEM_BYTES,
     busiest_rows,
     computed_keys,
+    context_width,
     exchange_bytes,
+    gathered_widths,
     has_ring,
     logit_chunk,
     work_of,
@@ -383,26 +385,3 @@ class _Exchange:
 
     def seconds(self, amount: float, parts: int = 1) -> float:
         return self.step.exchange_seconds(amount / parts) if amount else 0.0
-
-
-def gathered_widths(model: ModelConfig, kind: str) -> list[int]:
-    """The numbers per token that tensor ranks gather in a block: for attention, and for an MLP that they share.
-
-    Their summed outputs have the model's width.
-    """
-    moe, latent = model.moe, model.latent
-    has_mlp = kind == "dense" or moe.num_shared_experts > 0 or moe.dense_residual
-    for_attention = model.hidden_size
-    if latent.kv_lora_rank is not None:
-        for_attention = (latent.q_lora_rank or model.hidden_size) + latent.kv_lora_rank + latent.qk_rope_head_dim
-    return [for_attention, *([model.hidden_size] if has_mlp else [])]
-
-
-def context_width(model: ModelConfig, tensor: int) -> float:
-    """The numbers per token that a context rank sends to the next one.
-
-    They are counted per token of each of its `tensor` ranks' share.
-    """
-    if model.latent.kv_lora_rank is None:
-        return model.kv_heads * (model.qk_width + model.v_width)  # each tensor rank sends its heads
-    return tensor * (model.latent.kv_lora_rank + model.latent.qk_rope_head_dim)

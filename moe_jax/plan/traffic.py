@@ -8,8 +8,8 @@ from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.gradients import params_by_group, parts_of
 from moe_jax.plan.param_gathers import gathered_bytes
 from moe_jax.plan.stage_parameters import stage_parameters_of, stage_sums
-from moe_jax.plan.step_times import Step, context_width, gathered_widths
-from moe_jax.plan.work import ITEM_BYTES, has_ring
+from moe_jax.plan.step_times import Step
+from moe_jax.plan.work import ITEM_BYTES, context_width, gathered_widths, has_ring
 
 
 def traffic(config: Config, cluster: Cluster) -> dict[str, float]:

@@ -109,3 +109,26 @@ def _sent_rows(config: Config, tokens: float, ranks: int) -> float:
         return expert_rows(config.model, tokens)
     worst = ranks * min(moe.top_k, moe.num_experts // ranks)
     return tokens * (worst if factor is None else min(factor * moe.top_k, worst))
+
+
+def gathered_widths(model: ModelConfig, kind: str) -> list[int]:
+    """The numbers per token that tensor ranks gather in a block: for attention, and for an MLP that they share.
+
+    Their summed outputs have the model's width.
+    """
+    moe, latent = model.moe, model.latent
+    has_mlp = kind == "dense" or moe.num_shared_experts > 0 or moe.dense_residual
+    for_attention = model.hidden_size
+    if latent.kv_lora_rank is not None:
+        for_attention = (latent.q_lora_rank or model.hidden_size) + latent.kv_lora_rank + latent.qk_rope_head_dim
+    return [for_attention, *([model.hidden_size] if has_mlp else [])]
+
+
+def context_width(model: ModelConfig, tensor: int) -> float:
+    """The numbers per token that a context rank sends to the next one.
+
+    They are counted per token of each of its `tensor` ranks' share.
+    """
+    if model.latent.kv_lora_rank is None:
+        return model.kv_heads * (model.qk_width + model.v_width)  # each tensor rank sends its heads
+    return tensor * (model.latent.kv_lora_rank + model.latent.qk_rope_head_dim)

@@ -6,12 +6,11 @@ import re
 
 from moe_jax.config.ranges import check_number
 from moe_jax.config.registry import OPTIMIZER_FACTS
-from moe_jax.config.sections import MeshConfig, OptimizerConfig, ParameterGroup
+from moe_jax.config.sections import TOKEN_AXES, MeshConfig, OptimizerConfig, ParameterGroup
 from moe_jax.config.validate.messages import all_of
 from moe_jax.config.validate.ranges import RANGES
 from moe_jax.errors import ConfigError
 
-TOKEN_AXES = ("data", "expert", "context", "tensor")  # along which ranks have tokens of their own
 _LEAST_CYCLE = 2  # steps from one restart to the next: one at the peak and one at the end
 
 
