@@ -46,7 +46,8 @@ def main() -> None:
     arguments = _arguments()
     run = local_path(arguments.run)
     if not run.is_dir():
-        raise CheckpointError(f"run {run} does not exist: name the folder of a run (log.dir)")
+        problem = "is a file" if run.exists() else "does not exist"
+        raise CheckpointError(f"run {run} {problem}: name the folder of a run (log.dir)")
     config = load_config(run, [*_freed(arguments.overrides), *arguments.overrides])
     if not steps_of(run):
         raise CheckpointError(f"run {run} has no checkpoint: train it first, or name another run folder")

@@ -37,12 +37,12 @@ NO_RUNS = [
     (
         "evaluate: a missing run",
         "evaluate runn",
-        "config file runn does not exist: name a YAML file, or the folder of a run",
+        "run runn does not exist: name the folder of a run (log.dir)",
     ),
     (
         "evaluate: a config is no run",
         "evaluate tiny.yaml",
-        "run tiny.yaml has no checkpoint: train it first, or name another run folder",
+        "run tiny.yaml is a file: name the folder of a run (log.dir)",
     ),
     ("evaluate: no batches", "evaluate full --batches 0", "--batches=0 must be at least 1"),
     ("evaluate: a step before the first one", "evaluate full --step=-1", "--step=-1 must be at least 0"),
