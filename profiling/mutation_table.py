@@ -1057,7 +1057,7 @@ MUTATIONS = (
     ),
     Mutation(
         "network_bytes_of_each_rank",
-        "plan/nodes.py",
+        "plan/collective_costs.py",
         "/ (per_node if relayed else 1)",
         "/ 1",
         "sums over nodes seem to take as often as there are ranks in a node",

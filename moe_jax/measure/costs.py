@@ -3,7 +3,7 @@
 Compute: the cycles that the TPU compiler estimates, divided by the clock rate. Without an estimate (on GPUs; for
 gathers, scatters and sorts on TPUs): the longer of matrix operations at peak rate and memory traffic at memory
 bandwidth. Collectives: on each kind of link, inside a node and between nodes, a start-up time plus the bytes that leave
-a device over it (`plan.nodes`); both kinds work in parallel. Prefetches between memories are free.
+a device over it (`plan.collective_costs`); both kinds work in parallel. Prefetches between memories are free.
 """
 
 import math
@@ -14,7 +14,7 @@ import numpy as np
 
 from moe_jax.measure.hlo import HloError, HloModule, Instruction, arrays, num_bytes
 from moe_jax.measure.targets import Target
-from moe_jax.plan.nodes import shares
+from moe_jax.plan.collective_costs import shares
 from moe_jax.plan.task_times import Linear
 
 Link = Literal["inside", "between"]  # inside a node, between nodes

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from moe_jax.errors import ConfigError
 from moe_jax.files.atomic import write_atomically
-from moe_jax.plan.json_file import read_json
+from moe_jax.files.untrusted import read_named_json
 
 
 class Tuned(NamedTuple):
@@ -41,7 +41,7 @@ def _entries(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     name = f"what was tuned before, {path},"
-    entries = read_json(path, name, "remove it, or set tune.cache to another file", ConfigError)
+    entries = read_named_json(path, name, "remove it, or set tune.cache to another file", ConfigError)
     if not isinstance(entries, list) or not all(map(_is_entry, entries)):
         raise ConfigError(
             f"{name} is no list of settings with step times: remove it, or set tune.cache to another file"

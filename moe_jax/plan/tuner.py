@@ -1,12 +1,126 @@
 """Online tuning: choose settings during a run by how long its steps take (FlowMoE, section 4.3).
 
-A search tries some of the choices and keeps the fastest, until its steps no longer take as long as they did.
+A search tries some of the choices and keeps the fastest, until its steps no longer take as long as they did. It is
+Bayesian: a Gaussian process with a Matérn kernel predicts the mean and the uncertainty of the step time; the next
+sample has the largest expected improvement. The distance of two numbers is that of their logarithms, and names are
+either equal or not. The length scale of each setting is fitted.
+
+S settings, n choices, m samples, F fits.
 """
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, final
 
-from moe_jax.plan.bayes import BayesSearch, Choice
+import numpy as np
+
+_XI = 0.1  # standard deviations that an improvement must exceed; larger values explore more
+_LENGTHS = np.geomspace(0.1, 1.0, 8)  # length scales of the kernel, as shares of a setting's range
+_NOISES = np.array([1e-4, 1e-3, 1e-2, 1e-1])  # variances of the noise, as shares of the variance of all samples
+_FIRST = (0.5, 0.15, 0.85)  # the first samples, before the process is fitted, as shares of the range
+
+Choice = tuple[float | str, ...]  # a value of each setting
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass
+class BayesSearch:
+    """A search for the fastest of `choices`, from few and noisy samples. A choice is identified by its index.
+
+    Raises ValueError for duplicate choices, no choices, or numbers that are not above 0.
+    """
+
+    choices: Sequence[Choice]
+    tried: list[int] = field(default_factory=list)  # the choice of each sample
+    seconds: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        numbers = [value for choice in self.choices for value in choice if not isinstance(value, str)]
+        if not self.choices or len(set(self.choices)) < len(self.choices) or min(numbers, default=1) <= 0:
+            raise ValueError("a search wants different choices, with numbers above 0")
+        columns = list(zip(*self.choices, strict=True))
+        self._place_Sn: Array = np.stack([_places(column) for column in columns])
+        distance_Snn = np.abs(self._place_Sn[:, :, None] - self._place_Sn[:, None, :])
+        is_name_S = np.array([isinstance(column[0], str) for column in columns])
+        self._distance_Snn: Array = np.where(is_name_S[:, None, None], distance_Snn > 0, distance_Snn)
+        self._possible = [True] * len(self.choices)
+
+    def observe(self, choice: int, seconds: float) -> None:
+        """Record the seconds of a step with a choice."""
+        self.tried.append(choice)
+        self.seconds.append(seconds)
+
+    def drop(self, choice: int) -> None:
+        """Exclude a choice that does not work."""
+        self._possible[choice] = False
+
+    def suggest(self) -> int:
+        """The choice to try next."""
+        if len(self.tried) < min(len(_FIRST), sum(self._possible)):
+            return self._apart()
+        mean, deviation = self._expected()
+        better = float(mean[self.tried].min()) - _XI - mean
+        z = better / deviation
+        density = np.exp(-(z**2) / 2) / np.sqrt(2 * np.pi)  # importing scipy would take a fifth of a second
+        share_below = np.array([math.erfc(-value / math.sqrt(2)) / 2 for value in z])
+        improvement = better * share_below + deviation * density
+        return int(np.argmax(np.where(self._possible, improvement, -np.inf)))
+
+    @property
+    def best(self) -> int:
+        """The choice with the lowest expected time among those tried."""
+        if len(self.tried) < len(_FIRST):
+            return self.tried[int(np.argmin(self.seconds))]
+        tried = sorted(set(self.tried))
+        return tried[int(np.argmin(self._expected()[0][tried]))]
+
+    def _apart(self) -> int:
+        """One of the first samples: spread over the ranges, the farthest from all choices tried."""
+        free = [i for i, possible in enumerate(self._possible) if possible and i not in self.tried]
+        settings = range(len(self._place_Sn))
+        wanted = [np.array([_FIRST[(i + s) % len(_FIRST)] for s in settings]) for i in range(len(_FIRST))]
+        nearest = [min(free, key=lambda i: float(np.abs(self._place_Sn[:, i] - place_S).sum())) for place_S in wanted]
+        return max(nearest, key=lambda i: float(self._distance_Snn[:, i, self.tried].sum(0).min(initial=math.inf)))
+
+    def _expected(self) -> tuple[Array, Array]:
+        """Mean and standard deviation of each choice's time, with times scaled to mean 0 and variance 1."""
+        y_m = np.asarray(self.seconds, dtype=np.float64)
+        y_m = (y_m - y_m.mean()) / max(float(y_m.std()), 1e-12)
+        across_Snm = self._distance_Snn[:, :, self.tried]
+        length_S, noise = _fit(across_Snm[:, self.tried], y_m)
+        across_nm = _matern(across_Snm, length_S)
+        covariance_mm = across_nm[self.tried] + noise * np.eye(len(y_m))
+        mean_n: Array = across_nm @ np.linalg.solve(covariance_mm, y_m)
+        variance_n = 1 - np.einsum("nm,mn->n", across_nm, np.linalg.solve(covariance_mm, across_nm.T))
+        return mean_n, np.sqrt(np.maximum(variance_n, 1e-12))
+
+
+def _places(column: Sequence[float | str]) -> Array:
+    """The values of a setting as shares of its range."""
+    names = sorted(set(map(str, column)))
+    raw = np.array([names.index(value) if isinstance(value, str) else math.log(value) for value in column], np.float64)
+    result: Array = (raw - raw.min()) / max(float(np.ptp(raw)), 1e-12)
+    return result
+
+
+def _matern(distance: Array, length_S: Array) -> Array:
+    """The Matérn kernel with smoothness 5/2, which is twice differentiable; `distance` [S, …]."""
+    lengths = length_S.reshape(-1, *[1] * (distance.ndim - 1))
+    scaled = math.sqrt(5) * np.sqrt(((distance / lengths) ** 2).sum(axis=0))
+    result: Array = (1 + scaled + scaled**2 / 3) * np.exp(-scaled)
+    return result
+
+
+def _fit(distance_Smm: Array, y_m: Array) -> tuple[Array, float]:
+    """The length scales [S] and the noise that maximise the likelihood of the samples."""
+    length_FS = np.array(list(itertools.product(_LENGTHS, repeat=len(distance_Smm))))
+    kernel = np.stack([_matern(distance_Smm, length_S) for length_S in length_FS])
+    covariance = kernel[:, None] + _NOISES[:, None, None] * np.eye(len(y_m))
+    likelihood = -np.linalg.solve(covariance, y_m[:, None])[..., 0] @ y_m - np.linalg.slogdet(covariance)[1]
+    fit, noise = np.unravel_index(int(np.argmax(likelihood)), likelihood.shape)
+    return length_FS[fit], float(_NOISES[noise])
 
 
 @final
