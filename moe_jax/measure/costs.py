@@ -36,7 +36,7 @@ _PARTIAL_READS = ("dynamic-slice", "slice", "gather")
 _ALLOCATION = 'custom_call_target="AllocateBuffer"'
 _GEMM = re.compile(r'custom_call_target="(__cublas\$|.*gemm|.*matmul)')
 _FLASH = re.compile(r'custom_call_target="__cudnn\$fmha')
-_SPLASH = re.compile(r"\bsplash_m[hq]a_(fwd|dq|dkv)")  # kernels of models/attention/splash.py
+_SPLASH = re.compile(r"\bsplash_m[hq]a_(fwd|dq|dkv)")  # kernels of models/attention/kernels.py
 # products of rows in groups: XLA:TPU's kernel, and scopes of models/grouped_products.py
 _GROUPED = re.compile(r"(?:^|/)(?:ragged-dot(?:-none)?|ragged_dot_general)$|\bgrouped_(?:rows|weights)\b")
 _MATRIX_DIMS = 2

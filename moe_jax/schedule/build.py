@@ -24,13 +24,19 @@ from moe_jax.schedule.actions import (
 from moe_jax.schedule.dependencies import task_graph
 from moe_jax.schedule.grad_buckets import by_readiness, exchanges_first
 from moe_jax.schedule.link_order import Priority
-from moe_jax.schedule.numbered import NumberedTasks, numbered_tasks
 from moe_jax.schedule.param_gathers import releases
 from moe_jax.schedule.policies import POLICIES, by_phase
 from moe_jax.schedule.policies.protocol import Orders, Policy
 from moe_jax.schedule.schedule import Schedule
 from moe_jax.schedule.shape import Parts, StepShape
-from moe_jax.schedule.simulation import interleave, interleave_numbered, makespan_s, simulate_numbered
+from moe_jax.schedule.simulation import (
+    NumberedTasks,
+    interleave,
+    interleave_numbered,
+    makespan_s,
+    numbered_tasks,
+    simulate_numbered,
+)
 from moe_jax.schedule.weight_grad import greedy
 
 
