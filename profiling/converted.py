@@ -27,7 +27,7 @@ from moe_jax.config.layer_layout import Stages
 from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import run_command
 from moe_jax.models.head import unembed
-from moe_jax.models.stages import in_order, stored_shapes
+from moe_jax.models.parameters import in_order, stored_shapes
 from moe_jax.models.transformer import ComputeConfig, forward
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.run.generation import one_device_mesh

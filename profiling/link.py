@@ -118,10 +118,10 @@ class Link:
     def _start(self, num_bytes: int, count: int = 1) -> Wait:
         """Start exchanges of this many bytes, including each process's own half; return a function that waits."""
         begin, end, x = self._programs(num_bytes, count)
-        tickets = jax.block_until_ready(begin(x))
+        handles = jax.block_until_ready(begin(x))
 
         def finish() -> None:
-            jax.block_until_ready(end(tickets))
+            jax.block_until_ready(end(handles))
 
         return finish
 
@@ -132,8 +132,8 @@ class Link:
         def begin(x: Any) -> list[Any]:
             return [background.start(x + i, "exchange", self._axes) for i in range(count)]
 
-        def end(tickets: Sequence[Any]) -> list[Any]:
-            return [background.finish(ticket, rows)[0, 0] for ticket in tickets]
+        def end(handles: Sequence[Any]) -> list[Any]:
+            return [background.finish(handle, rows)[0, 0] for handle in handles]
 
         first, last = (jax.jit(self._on_mesh(each, in_specs=REPLICATED)) for each in (begin, end))
         return first, last, np.zeros(rows.shape, rows.dtype)

@@ -446,7 +446,7 @@ MUTATIONS = (
     ),
     Mutation(
         "copies_sum_strangers",
-        "parallel/replicated_experts.py",
+        "parallel/expert_transfer.py",
         "jax.lax.psum(jnp.where(is_here, own, 0), axis)",
         "jax.lax.psum(own, axis)",
         "copies of an expert learn from another expert's gradient",
@@ -561,7 +561,7 @@ MUTATIONS = (
     ),
     Mutation(
         "tiles_over_axes_reversed",
-        "parallel/reductions/tiles.py",
+        "parallel/reductions/__init__.py",
         "for axis in axes:",
         "for axis in axes[::-1]:",
         "on TPUs each rank holds the sum that belongs to another one",
@@ -796,7 +796,7 @@ MUTATIONS = (
     ),
     Mutation(
         "vectors_decay",
-        "step/parameter_groups.py",
+        "step/optimizer.py",
         "len(parameter.spaces) > 1",
         "len(parameter.spaces) > 0",
         "norms and biases are pulled to 0",
@@ -1057,7 +1057,7 @@ MUTATIONS = (
     ),
     Mutation(
         "network_bytes_of_each_rank",
-        "plan/nodes.py",
+        "plan/collective_costs.py",
         "/ (per_node if relayed else 1)",
         "/ 1",
         "sums over nodes seem to take as often as there are ranks in a node",

@@ -19,9 +19,8 @@ from results_file import quartiles, rounded, write_result
 
 from moe_jax.config.yaml_io import load_config
 from moe_jax.data.chat_template import FILE as TEMPLATE
-from moe_jax.data.packing import pack
 from moe_jax.data.prepare import prepare_text
-from moe_jax.data.prepare_chat import prepare_chat
+from moe_jax.data.prepare_chat import pack, prepare_chat
 from moe_jax.data.token_marks import FIRST, PADDING
 from moe_jax.errors import run_command
 from moe_jax.parallel.mesh import make_mesh

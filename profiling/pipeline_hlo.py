@@ -37,7 +37,7 @@ from moe_jax.measure.provenance import provenance
 from moe_jax.measure.targets import Target, target_devices
 from moe_jax.measure.tasks import action_of
 from moe_jax.measure.traffic import exchanges
-from moe_jax.models.stages import stored_shapes
+from moe_jax.models.parameters import stored_shapes
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED
 from moe_jax.report.compiled import Job, compile_job

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from moe_jax.measure.interleaved_timing import Quartiles
 from moe_jax.measure.provenance import provenance
-from moe_jax.measure.quartiles import Quartiles
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_jax.plan.bayes import BayesSearch
+from moe_jax.plan.tuner import BayesSearch
 
 Array = NDArray[np.float64]
 Draw = np.random.Generator

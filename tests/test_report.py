@@ -17,10 +17,9 @@ from moe_jax.config.yaml_io import to_yaml
 from moe_jax.errors import UserError
 from moe_jax.report import write_report
 from moe_jax.report.alarms import alarm_text
-from moe_jax.report.load_plots import experts_svg, ranks_svg
-from moe_jax.report.loads import loads_of
+from moe_jax.report.html import CSS
+from moe_jax.report.load_plots import experts_svg, loads_of, ranks_svg
 from moe_jax.report.plots import MAX_POINTS, PlotLine, curves_svg, thin
-from moe_jax.report.style import CSS
 from moe_jax.telemetry.run_log import RunLog, insert_record
 
 EVERYWHERE = ["Key numbers", "Loss", "Optimisation", "Speed"]

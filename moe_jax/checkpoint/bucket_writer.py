@@ -16,10 +16,10 @@ import tensorstore
 
 from moe_jax.checkpoint.checksums import names_of
 from moe_jax.checkpoint.files import COMMIT_TIME, STATE
-from moe_jax.checkpoint.in_bucket import COMMITTED, BucketStorage
 from moe_jax.checkpoint.record import METADATA
 from moe_jax.checkpoint.save_barrier import COMMITTED as COMMIT_BARRIER
 from moe_jax.checkpoint.save_barrier import WRITTEN, SaveBarrier
+from moe_jax.checkpoint.storage import COMMITTED, BucketStorage
 from moe_jax.distributed.processes import is_main_process
 from moe_jax.files.object_store import ANSWER_S
 

@@ -1,20 +1,21 @@
-"""The files of a run's checkpoints: listing them, and checking that they are complete. Nothing is changed here."""
+"""The files of a run's checkpoints: listing them, checking that they are complete, and moving damaged ones away."""
 
+import itertools
 import re
 from collections.abc import MutableMapping
 from pathlib import Path
 
 import tensorstore
 
-from moe_jax.checkpoint.in_bucket import COMMITTED
 from moe_jax.checkpoint.record import Record, read_record
-from moe_jax.checkpoint.storage import Storage, storage_of
+from moe_jax.checkpoint.storage import COMMITTED, Storage, storage_of
 from moe_jax.errors import CheckpointError
 from moe_jax.files.local_copy import CHECKPOINTS as FOLDER
 from moe_jax.files.object_store import is_outage
 from moe_jax.files.untrusted import parse_json, read_json
 from moe_jax.measure.provenance import PROVENANCE
 
+QUARANTINE = "quarantine"  # below the checkpoints
 STATE = "state"  # the item's folder in a checkpoint
 COMMIT_TIME = "commit_timestamp_nsecs"  # in the file with the commit mark
 BY_ORBAX = "item_handlers"  # in that file, if orbax has written it
@@ -142,3 +143,21 @@ def _extent(location: str) -> tuple[str, int]:
     """Return the file of a location `kind:folder:name:offset:length`, and its least possible size in bytes."""
     _, folder, name, offset, length = location.split(":")
     return f"{STATE}/{folder}{name}", int(offset) + int(length)
+
+
+def quarantine(run: Path, step: int, reason: str) -> str:
+    """Move a checkpoint to the quarantine folder, add the reason to its files, and return its new path.
+
+    Raises CheckpointError if it cannot be moved.
+    """
+    storage = storage_of(run)
+    names = itertools.chain([str(step)], (f"{step}.{number}" for number in itertools.count(2)))
+    try:
+        target = next(each for each in (f"{QUARANTINE}/{name}" for name in names) if not storage.is_taken(each))
+        return storage.move(step, target, reason)
+    except OSError as error:
+        checkpoint, home = run / FOLDER / str(step), run / FOLDER / QUARANTINE
+        raise CheckpointError(
+            f"checkpoint {checkpoint} is damaged ({reason}) and cannot be moved to {home} ({error.strerror}): "
+            "move it away yourself, or use another log.dir"
+        ) from None

@@ -1,4 +1,6 @@
-"""The record in a checkpoint: its step, the digest of each array, and all state of a run that is not an array."""
+"""The record in a checkpoint: its step, the digest of each array, and all state of a run that is not an array. A run
+resumes with a state and its record.
+"""
 
 import dataclasses
 import errno
@@ -6,10 +8,12 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 from moe_jax.checkpoint.checksums import Digest
 from moe_jax.files.untrusted import parse_json
+from moe_jax.step.context import State
 
 METADATA = "record/metadata"  # the file of the item `record` in a checkpoint
 
@@ -89,3 +93,14 @@ def read_record(storage: Readable, step: int) -> Record:
 
 def _crc32(content: Any) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+class Restored(NamedTuple):
+    """A restored state, and its source: a checkpoint on disk, or safety copies in the memory of nodes."""
+
+    state: State
+    record: Record
+    source: str = ""  # a description of the source, if there was a choice
+    run_id: int = 0  # the number of the run that made the safety copies; 0: the state is from a checkpoint
+    files: frozenset[Path] = frozenset()  # safety copies on this node from which it was restored
+    is_validated: bool = True  # whether validation after this step, if due, is done; it may not be after safety copies

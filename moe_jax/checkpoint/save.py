@@ -15,12 +15,10 @@ import orbax.checkpoint as ocp
 from moe_jax.checkpoint.arrays import array_records
 from moe_jax.checkpoint.bucket_writer import BucketWriter
 from moe_jax.checkpoint.checksums import agreed_digests
-from moe_jax.checkpoint.files import FOLDER, DamagedError, check_files, first_line, steps_of
-from moe_jax.checkpoint.in_bucket import BucketStorage
-from moe_jax.checkpoint.quarantine import quarantine
+from moe_jax.checkpoint.files import FOLDER, DamagedError, check_files, first_line, quarantine, steps_of
 from moe_jax.checkpoint.record import Record
 from moe_jax.checkpoint.save_barrier import SaveBarrier
-from moe_jax.checkpoint.storage import storage_of
+from moe_jax.checkpoint.storage import BucketStorage, storage_of
 from moe_jax.distributed.processes import allgather, is_main_process
 from moe_jax.errors import CheckpointError, ConfigError, is_full_disk
 from moe_jax.files.upload import upload_now

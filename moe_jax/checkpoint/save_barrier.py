@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from moe_jax.distributed.coordination import coordination
+from moe_jax.distributed.hosts import coordination
 
 # the barriers of an orbax save, in order: all processes have written, and process 0 has committed. orbax has other
 # barriers, which need no synchronization here

@@ -1,11 +1,152 @@
-"""Where the checkpoints of a run are: in a folder on disk, or in a bucket."""
+"""Where the checkpoints of a run are: in a folder on disk, or in a bucket.
 
+A store cannot rename a folder. So in a bucket a step is written under its final name, and complete once its last
+object, the commit mark, is there.
+"""
+
+import errno
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, final
 
-from moe_jax.checkpoint.in_bucket import BucketStorage
-from moe_jax.checkpoint.on_disk import DiskStorage
-from moe_jax.files.local_copy import url_of
+from moe_jax.errors import CheckpointError
+from moe_jax.files.atomic import check_writable
+from moe_jax.files.local_copy import CHECKPOINTS, url_of
+from moe_jax.files.object_store import ObjectFolder, StoreError
+from moe_jax.files.untrusted import MOST_BYTES, read_bytes
+
+COMMITTED = "_CHECKPOINT_METADATA"  # of each step, written last; orbax's name for it
+_AT_A_TIME = 8  # objects that are copied
+
+
+@final
+class BucketStorage:
+    """The checkpoints of a run in a bucket, as `Storage`."""
+
+    def __init__(self, url: str) -> None:
+        self.folder = ObjectFolder(url) / CHECKPOINTS
+
+    def folders(self) -> list[str]:
+        """Return the names of those with a commit mark: others are the remains of saves that did not end."""
+        try:
+            names = self.folder.names()
+        except StoreError as error:
+            raise CheckpointError(f"{self.folder} cannot be read ({error.strerror}): use another log.dir") from None
+        return [name.partition("/")[0] for name in names if name.endswith(f"/{COMMITTED}") and name.count("/") == 1]
+
+    def read(self, name: str) -> bytes:
+        if self.folder.has(name, MOST_BYTES + 1):
+            raise StoreError(errno.EFBIG, f"it has more than {MOST_BYTES:,} bytes", str(self.folder / name))
+        return self.folder.read(name)
+
+    def require(self, name: str, size: int) -> None:
+        if not self.folder.has(name, size):
+            raise ValueError(f"{name.partition('/')[2]} is missing, or has fewer than {size} bytes")
+
+    def spec(self, name: str) -> dict[str, Any]:
+        return (self.folder / name).spec()
+
+    def has(self, step: int) -> bool:
+        return self.folder.has(f"{step}/{COMMITTED}")
+
+    def delete(self, step: int) -> None:
+        """Delete a step's objects, the commit mark first: what is left after an error counts as unfinished."""
+        self.folder.delete([f"{step}/{COMMITTED}"])
+        self.folder.delete(self.folder.names(f"{step}/"))
+
+    def is_taken(self, name: str) -> bool:
+        return bool(self.folder.names(f"{name}/"))
+
+    def move(self, step: int, target: str, reason: str) -> str:
+        """Copy a step's objects, and delete them where they were."""
+        names = self.folder.names(f"{step}/")
+        self.folder.write(f"{target}/{REASON}", reason.encode() + b"\n")
+
+        def copy(name: str) -> None:
+            if content := self.folder.read(name):
+                self.folder.write(f"{target}/{name.partition('/')[2]}", content)
+
+        with ThreadPoolExecutor(_AT_A_TIME) as pool:
+            list(pool.map(copy, names))
+        self.delete(step)
+        return str(self.folder / target)
+
+    def prepare(self) -> None:
+        """Delete the remains of saves that did not end."""
+        self.folder.check(writes=True)
+        committed = set(self.folders())
+        steps = {name.partition("/")[0] for name in self.folder.names()}
+        for step in sorted(each for each in steps - committed if each.isdecimal()):
+            self.folder.delete(self.folder.names(f"{step}/"))
+
+    def is_there(self) -> bool:
+        return True
+
+    def free_bytes(self) -> int | None:
+        return None
+
+
+REASON = "reason.txt"  # in a folder that was moved away
+
+
+@final
+class DiskStorage:
+    """A folder of checkpoints on disk, as `Storage`."""
+
+    def __init__(self, run: Path) -> None:
+        self._shown = run / CHECKPOINTS
+        self.folder = self._shown.resolve()  # as tensorstore and orbax need it: absolute, without `..`
+
+    def folders(self) -> list[str]:
+        folder = self._shown
+        try:
+            if folder.exists() and not folder.is_dir():
+                raise CheckpointError(f"{folder} is not a folder: remove it, or use another log.dir")
+            return [path.name for path in folder.glob("*") if path.is_dir()]
+        except OSError as error:
+            raise CheckpointError(f"{folder} cannot be read ({error.strerror}): use another log.dir") from None
+
+    def read(self, name: str) -> bytes:
+        return read_bytes(self.folder / name)
+
+    def require(self, name: str, size: int) -> None:
+        file, short = self.folder / name, name.partition("/")[2]
+        if not file.is_file():
+            raise ValueError(f"{short} is missing")
+        if file.stat().st_size < size:
+            raise ValueError(f"{short} has {file.stat().st_size} of {size} bytes")
+
+    def spec(self, name: str) -> dict[str, Any]:
+        return {"driver": "file", "path": f"{self.folder / name}/"}
+
+    def has(self, step: int) -> bool:
+        return (self.folder / str(step)).is_dir()
+
+    def delete(self, step: int) -> None:
+        shutil.rmtree(self.folder / str(step))
+
+    def is_taken(self, name: str) -> bool:
+        return (self.folder / name).exists()
+
+    def move(self, step: int, target: str, reason: str) -> str:
+        checkpoint, moved = self._shown / str(step), self._shown / target
+        moved.parent.mkdir(exist_ok=True)
+        with suppress(OSError):  # on a full disk, moving it matters more than the reason
+            (checkpoint / REASON).write_text(reason + "\n")
+        checkpoint.rename(moved)
+        return str(moved)
+
+    def prepare(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        check_writable(self.folder / "test")
+
+    def is_there(self) -> bool:
+        return self.folder.is_dir()
+
+    def free_bytes(self) -> int | None:
+        return shutil.disk_usage(self.folder).free
 
 
 class Storage(Protocol):

@@ -23,12 +23,11 @@ from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.validate import check_expert_split
 from moe_jax.config.yaml_io import config_from, load_config, to_yaml
-from moe_jax.convert.companion_files import copy_companion_files, special_tokens
 from moe_jax.convert.families import family_that_holds
 from moe_jax.convert.files import DTYPES
 from moe_jax.convert.hf_config import FILE, read_config
 from moe_jax.convert.source import MTP_LEFT_OUT, ORIGIN, leaves_out_mtp, longest_sequence, model_in
-from moe_jax.convert.write import check_is_free, write_model
+from moe_jax.convert.write import check_is_free, copy_companion_files, special_tokens, write_model
 from moe_jax.distributed import processes
 from moe_jax.distributed.failures import fail_fast
 from moe_jax.errors import CheckpointError, CommandParser, ConfigError, run_command
@@ -36,8 +35,7 @@ from moe_jax.files.atomic import all_or_nothing, write_atomically
 from moe_jax.files.local_copy import local_path, url_of
 from moe_jax.files.places import all_uploaded_or_nothing, check_is_empty, output_folder, place, place_of
 from moe_jax.measure.provenance import versions
-from moe_jax.models.parameters import param_dims
-from moe_jax.models.stages import in_order, stored_shapes
+from moe_jax.models.parameters import in_order, param_dims, stored_shapes
 from moe_jax.parallel.mesh import expert_axis, make_mesh
 from moe_jax.parallel.sharding import REPLICATED, partitions
 from moe_jax.paths import shown

@@ -27,9 +27,15 @@ from moe_jax.files.local_copy import local_path, upload
 from moe_jax.files.places import output_file, place
 from moe_jax.measure.provenance import package_version, provenance
 from moe_jax.paths import shown
-from moe_jax.run.evaluation import Checkpoint, Result, evaluate_texts, evaluate_validation
-from moe_jax.run.evaluation_record import finite_or_null, record_evaluation
-from moe_jax.run.evaluation_texts import open_texts
+from moe_jax.run.evaluation import (
+    Checkpoint,
+    Result,
+    evaluate_texts,
+    evaluate_validation,
+    finite_or_null,
+    open_texts,
+    record_evaluation,
+)
 from moe_jax.run.generation import load_on_one_device
 from moe_jax.run.harness import TaskResult, load_tasks, run_tasks
 from moe_jax.run.harness_model import HarnessModel

@@ -22,9 +22,8 @@ from moe_jax.files.places import place
 from moe_jax.models.sampling import Sampling
 from moe_jax.run.generation import Decoder, load_on_one_device
 from moe_jax.run.model_tokenizer import end_tokens, tokenizer_of_run
-from moe_jax.run.prompts import Prompt, read_prompts
-from moe_jax.run.text_generation import TextGenerator, TextSettings
-from moe_jax.run.text_stream import printable
+from moe_jax.run.sample import printable
+from moe_jax.run.text_generation import Prompt, TextGenerator, TextSettings, read_prompts
 
 _VOCABULARY = 2**24  # tokens, the most of a config
 

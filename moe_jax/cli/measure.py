@@ -22,7 +22,7 @@ from moe_jax.measure.operations import KINDS, Machine, groups_of, operations, si
 from moe_jax.measure.provenance import provenance
 from moe_jax.parallel.ranks import ranks_per_node
 from moe_jax.paths import shown
-from moe_jax.plan.cluster import ClusterProfile, ProfileError, write_profile
+from moe_jax.plan.clusters.measured import ClusterProfile, ProfileError, write_profile
 from moe_jax.report.plots import PlotError
 from moe_jax.report.profile import draw_profile, table
 

@@ -20,9 +20,9 @@ from moe_jax.report.alarms import alarm_text
 from moe_jax.report.compiled import Compiled, compile_variants, variants_of
 from moe_jax.report.compiled_text import assumptions, compare, describe
 from moe_jax.report.measured import TracedStep, describe_measured, measure, read_traced, variant_of
+from moe_jax.report.page import watch
 from moe_jax.report.plots import PlotError
 from moe_jax.report.timeline import compiled_bars, draw, measured_bars, predicted_bars, write_trace
-from moe_jax.report.watch import watch
 from moe_jax.schedule.xla_flags import Value
 
 _DAY_S = 86_400

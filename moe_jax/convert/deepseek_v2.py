@@ -4,7 +4,7 @@ from typing import Any
 
 from moe_jax.config import ModelConfig, MoEConfig
 from moe_jax.convert import deepseek
-from moe_jax.convert.deepseek_router import moe_settings
+from moe_jax.convert.deepseek import moe_settings
 from moe_jax.convert.family import Family
 from moe_jax.convert.hf_config import HfConfig
 

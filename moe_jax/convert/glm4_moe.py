@@ -3,7 +3,7 @@
 from typing import Any
 
 from moe_jax.config import AttentionConfig, ModelConfig
-from moe_jax.convert.deepseek_router import biased_router, router_rows, router_settings
+from moe_jax.convert.deepseek import biased_router, router_rows, router_settings
 from moe_jax.convert.family import Family, attention_rows
 from moe_jax.convert.hf_config import HfConfig
 from moe_jax.convert.shared import grouped_heads, hf_settings, shared_settings

@@ -4,7 +4,7 @@ from typing import Any
 
 from moe_jax.config import ModelConfig
 from moe_jax.convert import deepseek
-from moe_jax.convert.deepseek_router import biased_router, router_rows, router_settings
+from moe_jax.convert.deepseek import biased_router, router_rows, router_settings
 from moe_jax.convert.family import Family
 from moe_jax.convert.hf_config import ConvertError, HfConfig
 from moe_jax.convert.tensors import Tensor

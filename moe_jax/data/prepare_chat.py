@@ -1,6 +1,7 @@
 """Conversion of conversations to a folder of packed sequences, with a loss on what the assistant says alone.
 
 A conversation is a JSON object with "messages", each with "role" and "content", or with "prompt" and "completion".
+Whole conversations are packed into sequences of one length, each into the first sequence that has room for it.
 """
 
 import itertools
@@ -9,7 +10,7 @@ import shutil
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,16 +19,49 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from moe_jax.data.answer_spans import MARKS, Span, rendered
 from moe_jax.data.chat_template import FILE as TEMPLATE_FILE
-from moe_jax.data.chat_template import ChatTemplate
+from moe_jax.data.chat_template import MARKS, ChatTemplate, Span, rendered
 from moe_jax.data.chunk_checksums import CHUNK_BYTES, write_checksums
-from moe_jax.data.packing import pack
 from moe_jax.data.text_files import find_files, has_records, read_records
-from moe_jax.data.token_marks import FIRST, UNCOUNTED
+from moe_jax.data.token_marks import FIRST, PADDING, UNCOUNTED
 from moe_jax.data.tokenizer import BpeTokenizer, load_model_tokenizer
 from moe_jax.data.tokens import BPE_FILE, META_FILE, PACKED_FORMAT, SPLITS, Meta
 from moe_jax.errors import DataError
+
+OPEN = 256  # sequences that may still receive documents
+
+
+def pack(documents: Iterable[NDArray[np.uint32]], length: int) -> Iterator[NDArray[np.uint32]]:
+    """Yield sequences of `length` tokens made of documents of at most `length` tokens with marks.
+
+    When a document fits into none of OPEN sequences, the fullest one of them is complete. Its rest is filled with
+    copies of its documents, the last one cut off, which are marked as padding: the loss does not count them, and
+    routers send them nowhere.
+    """
+    parts: list[list[NDArray[np.uint32]]] = []
+    room = np.empty(0, np.int64)  # of each open sequence
+    for document in documents:
+        assert 0 < len(document) <= length
+        fits = np.flatnonzero(room >= len(document))
+        if not len(fits):
+            if len(parts) == OPEN:
+                fullest = int(room.argmin())
+                yield _filled(parts.pop(fullest), length)
+                room = np.delete(room, fullest)
+            parts.append([])
+            room = np.append(room, length)
+        place = int(fits[0]) if len(fits) else len(parts) - 1
+        parts[place].append(document)
+        room[place] -= len(document)
+    for each in parts:
+        yield _filled(each, length)
+
+
+def _filled(documents: list[NDArray[np.uint32]], length: int) -> NDArray[np.uint32]:
+    joined = np.concatenate(documents)
+    sequence = np.resize(joined, length)
+    sequence[len(joined) :] |= UNCOUNTED | PADDING
+    return sequence
 
 
 class Prepared(NamedTuple):
@@ -55,7 +89,7 @@ def prepare_chat(
     The tokens of messages are those of the chat template of the model folder `tokenizer`, or of the file `template`.
     `output` has a copy of it, for the runs that it trains. A prompt with its completion has no template: its tokens are
     those of a document. The last `validation_fraction` of
-    the conversations is for validation. Each sequence has whole conversations (data/packing.py); one that is longer
+    the conversations is for validation. Each sequence has whole conversations; one that is longer
     than a sequence is left out, and so is one that has no token to be counted. Raises DataError for bad input, and then
     leaves no `output`.
     """

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from moe_jax.config import DataConfig
 from moe_jax.data.chunk_checksums import ChunkChecksums
 from moe_jax.data.sources import Tokens
-from moe_jax.data.text_tokens import TextTokens
+from moe_jax.data.text_index import TextTokens
 from moe_jax.data.token_marks import mark_documents
 from moe_jax.data.tokens import Split
 from moe_jax.errors import DataError

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from moe_jax.config import DataConfig
 from moe_jax.data.chunk_checksums import ChunkChecksums
-from moe_jax.data.text_index import TextSettings, open_text
-from moe_jax.data.text_tokens import TextTokens
+from moe_jax.data.text_index import TextSettings, TextTokens, open_text
 from moe_jax.data.tokenizer import ByteTokenizer, Tokenizer, load_model_tokenizer, load_tokenizer, model_tokenizer_file
 from moe_jax.data.tokens import (
     BPE_FILE,

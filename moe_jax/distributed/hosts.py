@@ -1,16 +1,25 @@
 """Which processes of a run share a host, by the names of the hosts.
 
-Processes publish the names in jax's coordination service, not in a collective, so a process can ask for them at any
-time.
+Processes publish the names in jax's coordination service, through which they exchange small values without a
+collective, so a process can ask for them at any time.
 """
 
 import functools
 import socket
 import zlib
+from typing import Any
 
 import jax
+from jax._src import distributed  # the service has no public interface
 
-from moe_jax.distributed.coordination import coordination
+
+def coordination() -> Any:
+    """Return this process's part in the service: its `client`, `process_id` and `num_processes`.
+
+    Without the service the client is None. Does not start jax's devices.
+    """
+    return distributed.global_state
+
 
 _KEY = "moe_jax_host"
 _TIMEOUT_MS = 120_000  # for the name of another process's host, which it publishes when it joins

@@ -2,7 +2,7 @@
 
 A path on this machine stands for itself. A URL stands for a copy, which is made at its first use. All but data lies in
 a temporary folder of this process; data, which is large and does not change, in XDG_CACHE_HOME or ~/.cache.
-Checkpoints are not copied: processes read and write their own parts in the bucket (checkpoint/in_bucket.py).
+Checkpoints are not copied: processes read and write their own parts in the bucket (checkpoint/storage.py).
 """
 
 import atexit

@@ -10,6 +10,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from moe_jax.errors import UserError
+
 MOST_BYTES = 2**26  # bytes of settings and records, which have at most a few thousand lines
 MOST_TOKENIZER = 2**28  # bytes of a tokenizer.json
 MOST_DEPTH = 64  # nested lists and objects
@@ -40,6 +42,16 @@ def read_text(path: Path, most: int = MOST_BYTES, errors: str = "strict") -> str
 def read_json(path: Path, most: int = MOST_BYTES) -> Any:
     """Return the value in a JSON file. Raises OSError and ValueError."""
     return parse_json(read_bytes(path, most))
+
+
+def read_named_json(path: Path, name: str, cure: str, error: type[UserError]) -> Any:
+    """Return the value of a JSON file that a user names. Raises `error`, with name and cure, if it is unreadable."""
+    try:
+        return read_json(path)
+    except (OSError, ValueError) as problem:
+        is_json = not isinstance(problem, json.JSONDecodeError | UnicodeDecodeError)
+        reason = problem.strerror if isinstance(problem, OSError) else str(problem) if is_json else "it is no JSON"
+        raise error(f"{name} cannot be read ({reason}): {cure}") from None
 
 
 def parse_json(content: bytes | str) -> Any:

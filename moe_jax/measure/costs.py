@@ -3,7 +3,7 @@
 Compute: the cycles that the TPU compiler estimates, divided by the clock rate. Without an estimate (on GPUs; for
 gathers, scatters and sorts on TPUs): the longer of matrix operations at peak rate and memory traffic at memory
 bandwidth. Collectives: on each kind of link, inside a node and between nodes, a start-up time plus the bytes that leave
-a device over it (`plan.nodes`); both kinds work in parallel. Prefetches between memories are free.
+a device over it (`plan.collective_costs`); both kinds work in parallel. Prefetches between memories are free.
 """
 
 import math
@@ -14,7 +14,7 @@ import numpy as np
 
 from moe_jax.measure.hlo import HloError, HloModule, Instruction, arrays, num_bytes
 from moe_jax.measure.targets import Target
-from moe_jax.plan.nodes import shares
+from moe_jax.plan.collective_costs import shares
 from moe_jax.plan.task_times import Linear
 
 Link = Literal["inside", "between"]  # inside a node, between nodes
@@ -36,7 +36,7 @@ _PARTIAL_READS = ("dynamic-slice", "slice", "gather")
 _ALLOCATION = 'custom_call_target="AllocateBuffer"'
 _GEMM = re.compile(r'custom_call_target="(__cublas\$|.*gemm|.*matmul)')
 _FLASH = re.compile(r'custom_call_target="__cudnn\$fmha')
-_SPLASH = re.compile(r"\bsplash_m[hq]a_(fwd|dq|dkv)")  # kernels of models/attention/splash.py
+_SPLASH = re.compile(r"\bsplash_m[hq]a_(fwd|dq|dkv)")  # kernels of models/attention/kernels.py
 # products of rows in groups: XLA:TPU's kernel, and scopes of models/grouped_products.py
 _GROUPED = re.compile(r"(?:^|/)(?:ragged-dot(?:-none)?|ragged_dot_general)$|\bgrouped_(?:rows|weights)\b")
 _MATRIX_DIMS = 2

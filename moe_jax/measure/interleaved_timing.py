@@ -1,13 +1,31 @@
-"""Time several implementations of one operation in interleaved rounds, on this process's devices or on all devices."""
+"""Time several implementations of one operation in interleaved rounds, on this process's devices or on all devices.
+
+Results are the median of repeated measurements, and their spread.
+"""
 
 import math
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from moe_jax.measure.quartiles import Quartiles
+
+class Quartiles(NamedTuple):
+    """Quartiles of measured values, interpolated linearly between neighbours."""
+
+    first: float
+    median: float
+    third: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Quartiles":
+        """Return the quartiles of one or more values."""
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        return cls(*statistics.quantiles(values, method="inclusive"))
+
 
 Call = Callable[[], Any]
 Agree = Callable[[float], float]  # what all processes use instead of their own numbers

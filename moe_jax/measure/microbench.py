@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.stages import Compiled
 
 from moe_jax import config
+from moe_jax.measure.interleaved_timing import Quartiles
 from moe_jax.measure.operations import BenchmarkOperation
-from moe_jax.measure.quartiles import Quartiles
 from moe_jax.parallel import background
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED

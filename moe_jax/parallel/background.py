@@ -38,7 +38,7 @@ _TRAFFIC: dict[Kind, Priority] = {
     "scatter": Priority.DATA,
 }
 
-NOTHING = -1  # the ticket of a collective from which this device receives nothing
+NOTHING = -1  # the handle of a collective from which this device receives nothing
 
 
 class Member(NamedTuple):
@@ -110,19 +110,19 @@ class Engine:
     def start(
         self, kind: Kind, device: int, group_P: tuple[int, ...], channel: int, x: np.ndarray, part: CollectiveShare
     ) -> int:
-        """Start a collective of `x` and return its ticket. The caller may change `x` afterwards."""
+        """Start a collective of `x` and return its handle. The caller may change `x` afterwards."""
         number = next(self._numbers.setdefault((device, channel), itertools.count()))
-        member, ticket = Member(kind, device, group_P, channel, number % 2**31), next(self._tickets) % 2**31
+        member, handle = Member(kind, device, group_P, channel, number % 2**31), next(self._tickets) % 2**31
         with jax.profiler.TraceAnnotation(STARTED, collective=_key(member, "block", device, device).trace):
             result = self._start(member, x, part)
         if not part.receives:
             return NOTHING
-        self._results[ticket] = result
-        return ticket
+        self._results[handle] = result
+        return handle
 
-    def finish(self, ticket: int) -> np.ndarray:
+    def finish(self, handle: int) -> np.ndarray:
         """Wait for a collective and return its result. Raises ConnectionError if another process is gone."""
-        return self._results.pop(ticket)()
+        return self._results.pop(handle)()
 
     def close(self) -> None:
         """End all threads and connections after everything submitted has been sent.
@@ -267,7 +267,7 @@ def new_program() -> None:
 def start(
     x: Shaped[Array, "..."], kind: Kind, axes: tuple[Axis, ...], part_2: Bool[Array, "2"] | None = None
 ) -> Int32[Array, ""]:
-    """Start a collective over `axes`, inside `shard_map`, and return the ticket that `finish` needs.
+    """Start a collective over `axes`, inside `shard_map`, and return the handle that `finish` needs.
 
     `part_2` holds the two flags of a `CollectiveShare`; only sends to another stage read it. A device that receives
     nothing gets zeros. Devices identify a collective by the place in the program that starts it, because independent
@@ -294,14 +294,14 @@ def start(
         return call(hand_over, jax.ShapeDtypeStruct((), jnp.int32), *operands)
 
 
-def finish(ticket: Int32[Array, ""], result: jax.ShapeDtypeStruct) -> Shaped[Array, "..."]:
-    """Wait for the result of a collective, which has this shape and dtype. For the ticket `NOTHING` it is zeros."""
+def finish(handle: Int32[Array, ""], result: jax.ShapeDtypeStruct) -> Shaped[Array, "..."]:
+    """Wait for the result of a collective, which has this shape and dtype. For the handle `NOTHING` it is zeros."""
 
-    def wait(ticket: np.ndarray) -> np.ndarray:
-        return np.zeros(result.shape, result.dtype) if ticket == NOTHING else engine().finish(int(ticket))
+    def wait(handle: np.ndarray) -> np.ndarray:
+        return np.zeros(result.shape, result.dtype) if handle == NOTHING else engine().finish(int(handle))
 
     with jax.named_scope(FINISH_SCOPE):
-        return call(wait, result, ticket)
+        return call(wait, result, handle)
 
 
 def engine() -> Engine:

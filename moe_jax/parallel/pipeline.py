@@ -38,7 +38,7 @@ def to_previous(x: Shaped[Array, "..."]) -> Receive:
 
 
 def start_transfer(x: Shaped[Array, "..."], kind: Literal["to_next", "to_previous"], part_2: Bool[Array, "2"]) -> Array:
-    """Start a transfer in the background and return the ticket of what arrives.
+    """Start a transfer in the background and return the handle of what arrives.
 
     On CPUs it runs concurrently with the program, and may be received many ticks later. `part_2` holds whether this
     stage sends, and whether it receives.
@@ -50,14 +50,14 @@ def start_transfer(x: Shaped[Array, "..."], kind: Literal["to_next", "to_previou
 
 
 def no_ticket() -> Int[Array, ""]:
-    """Return the ticket of no transfer. Receiving it returns zeros."""
+    """Return the handle of no transfer. Receiving it returns zeros."""
     return jnp.int32(background.NOTHING)
 
 
-def receive_transfer(ticket: Int[Array, ""], x: jax.ShapeDtypeStruct) -> Receive:
+def receive_transfer(handle: Int[Array, ""], x: jax.ShapeDtypeStruct) -> Receive:
     """Return the function that receives a transfer in the background, of the shape of `x`."""
     with jax.named_scope("arrive_at_stage"):
-        return lambda computed: background.finish(depend_on(ticket, computed, "cpu"), x)
+        return lambda computed: background.finish(depend_on(handle, computed, "cpu"), x)
 
 
 def sum_over_stages(tree: Tree) -> Tree:

@@ -1,20 +1,112 @@
 """How long collectives take on a cluster, over groups of its devices and by the links that these groups have to use.
 
-A group has `ranks` members: every `stride`-th device of a row of neighbours, or of several separate rows.
+A group has `ranks` members: every `stride`-th device of a row of neighbours, or of several separate rows. The shares
+of its bytes that stay inside a node and go to other nodes depend on how many members are on a node. A measured cluster
+has curves of collectives instead of links.
 """
 
 import functools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from moe_jax.config.registry import EXCHANGE_FACTS, OPEN_EXCHANGE
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.clusters.hardware import Level
+from moe_jax.plan.curves import Curve
 from moe_jax.plan.exchange import ALGORITHMS, Links, exchange_seconds, ring_seconds
-from moe_jax.plan.measured_links import MeasuredLinks, Members
-from moe_jax.plan.nodes import ring_shares, shares
 from moe_jax.plan.task_times import Linear
+
+
+class Shares(NamedTuple):
+    """Shares of the bytes that leave a rank."""
+
+    inside: float
+    between: float
+
+
+def shares(ranks: int, per_node: int, relayed: bool) -> Shares:
+    """The shares for a rank of a group of `ranks` (two or more), of which `per_node` are on its node, itself included.
+
+    An all-to-all has a block for every rank, which is sent there directly. Data that all ranks of another node need
+    alike (the parts of an all-gather; in reverse, those of a sum) is `relayed`: it is assumed to be sent there once,
+    with an equal part by each rank of a node, and passed on inside. Hierarchical algorithms do so.
+    """
+    between = (ranks - per_node) / (ranks - 1) / (per_node if relayed else 1)
+    return Shares(1 - between, between)
+
+
+def ring_shares(per_node: int) -> Shares:
+    """The shares of a rank in rings of NCCL over several nodes: each rank is the last one of its node in an equal part.
+
+    Every part of an all-gather passes through every node, also on the way back to where it came from.
+    """
+    return Shares(1 - 1 / per_node, 1 / per_node)
+
+
+class Members(NamedTuple):
+    """The members of a group of devices."""
+
+    ranks: int
+    stride: int  # distance of neighbouring members; 0: not uniform
+    per_node: int  # members on one node
+
+    @property
+    def leave_node(self) -> bool:
+        return self.per_node < self.ranks
+
+
+class _Found(NamedTuple):
+    """A curve, and a factor for amounts."""
+
+    curve: Curve
+    scale: float
+
+
+class MeasuredLinks:
+    """Curves of collectives, each measured over groups of `ranks` devices at a `stride`, in nodes of `node_devices`."""
+
+    def __init__(self, curves: Sequence[Curve], node_devices: int):
+        self._curves, self._node_devices = curves, node_devices
+        self._nearest = functools.cache(self._find)
+
+    def seconds(self, name: str, amount: float, members: Members) -> float | None:
+        """Seconds by the curve of this group, or of the most similar one that uses the same links; None without any.
+
+        The curve of another group is scaled by the bytes that cross these links: equal bytes out of each rank, or each
+        node, take equal time.
+        """
+        found = self._nearest(name, members)
+        return None if found is None else found.curve.seconds(amount * found.scale)
+
+    def _find(self, name: str, members: Members) -> _Found | None:
+        known = [(self._members(curve), curve) for curve in self._curves if curve.name == name]
+        alike = [(each, curve) for each, curve in known if each.leave_node == members.leave_node]
+        if not alike:
+            return None
+
+        def unlike(other: Members) -> tuple[bool, bool, float, int]:
+            apart = abs(math.log(other.ranks / members.ranks))
+            return other != members, other.per_node != members.per_node, apart, -other.stride
+
+        nearest, curve = min(alike, key=lambda each: unlike(each[0]))
+        return _Found(curve, _crossing(name, members) / _crossing(name, nearest))
+
+    def _members(self, curve: Curve) -> Members:
+        ranks, stride = curve.settings["ranks"], curve.settings["stride"]
+        return Members(ranks, stride, min(ranks, max(self._node_devices // stride, 1)))
+
+
+def _crossing(name: str, members: Members) -> float:
+    """The share of an amount that leaves a rank by the slowest links of its group.
+
+    For sums it is twice as much in every group, which does not change ratios.
+    """
+    if name == "permute":
+        return 1.0
+    part = shares(members.ranks, members.per_node, relayed=not name.startswith("all_to_all"))
+    return (part.between if members.leave_node else 1.0) * (members.ranks - 1) / members.ranks
+
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "permute"]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from moe_jax.errors import ConfigError
 from moe_jax.files.local_copy import local_path
-from moe_jax.plan.json_file import read_json
+from moe_jax.files.untrusted import read_named_json
 from moe_jax.plan.task_times import task_seconds
 from moe_jax.schedule.actions import Action
 from moe_jax.schedule.shape import StepShape
@@ -59,7 +59,7 @@ def write_times(path: Path, seconds: Seconds, rest_s: float) -> None:
 def read_times(path: str, kinds: Sequence[str]) -> MeasuredTimes:
     """The measured times of a model with blocks of these `kinds`. Raises ConfigError."""
     name = f"schedule.task_times={path}"
-    found = read_json(local_path(path), name, "name a file of measured times, or null", ConfigError)
+    found = read_named_json(local_path(path), name, "name a file of measured times, or null", ConfigError)
     stages = {op: at for op, at in found.items() if op != _REST} if isinstance(found, dict) else None
     if stages is None or not stages.keys() <= set(OPS) or not all(map(_is_stage, stages.values())):
         raise ConfigError(

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from moe_jax.plan.candidates import place
 from moe_jax.plan.clusters.tpu import CORES
 from moe_jax.plan.forward import best_ranges
-from moe_jax.plan.placement import place
 from moe_jax.plan.planner import Plans
 from moe_jax.plan.rank_capacity import has_buffers, prices
 from moe_jax.plan.search import Candidate

@@ -1,21 +1,65 @@
-"""Matrix products of a block: their sizes, and how long a device takes for them.
+"""Matrix products of a block: their sizes, and how long a device takes for them and for the op that they belong to.
 
 A device computes the tiles of a result in waves, as many tiles at once as it has units (NVIDIA, *Matrix Multiplication
 Background User's Guide*). Small results leave units idle, tiles reach beyond results of other sizes, and short inner
 sizes are spent on starting and finishing tiles. No product is faster than memory delivers its operands and stores its
-result (the roofline model).
+result (the roofline model). If a machine has measured curves, the product with the most similar sizes counts instead.
 """
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, cast
 
 from moe_jax.config import Config, ModelConfig
 from moe_jax.plan.clusters.hardware import Device, MatrixUnits
-from moe_jax.plan.product_curves import measured_rate
+from moe_jax.plan.curves import Curve
 from moe_jax.plan.resources import gate_matrices
+from moe_jax.plan.task_times import task_seconds
 from moe_jax.plan.work import busiest_rows
+from moe_jax.schedule.actions import Action
+from moe_jax.schedule.shape import StepShape
+
+Point = tuple[float, float, float, float]  # rows, inner size, columns, and operations per second
+
+
+def measured_rate(curves: Sequence[Curve], rows: float, inner: float, columns: float) -> float | None:
+    """Operations per second of the measured product with the most similar sizes, by their ratios; None without any."""
+    points = list(_points(curves))
+    if not points:
+        return None
+    sizes = [max(size, 1.0) for size in (rows, inner, columns)]
+
+    def apart(point: Point) -> float:
+        return sum(abs(math.log(known / size)) for known, size in zip(point, sizes, strict=False))
+
+    return min(points, key=apart)[3]
+
+
+def _points(curves: Sequence[Curve]) -> Iterator[Point]:
+    """The points of square products, and of skinny ones: each run of these is two products, counted as equally long."""
+    for curve in curves:
+        if curve.name not in ("matmul", "matmul.skinny"):
+            continue
+        width = curve.settings["width"]
+        columns = curve.settings.get("columns", width)
+        for flops, seconds in zip(curve.amounts, curve.median_s, strict=True):
+            rows = flops / (2 * width * columns * (2 if "columns" in curve.settings else 1))
+            yield rows, width, columns, flops / seconds
+            if columns != width:
+                yield rows, columns, width, flops / seconds
+
+
+def measured_attention(curves: Sequence[Curve], length: int, head_dim: int) -> float | None:
+    """Operations per second of measured attention, masked pairs counted; None if it was not measured."""
+    known = [curve for curve in curves if curve.name == "attention"]
+    if not known:
+        return None
+    nearest = min(known, key=lambda curve: abs(math.log(curve.settings["head_dim"] / head_dim)))
+    flops = 4.0 * length**2 * nearest.settings["heads"] * nearest.settings["head_dim"]
+    return flops / nearest.seconds(flops)
+
 
 Kind = Literal["bfloat16", "float32", "exact", "fp8"]  # exact: float32 without rounding of the operands
 Direction = Literal["F", "B", "W"]  # the product itself; the gradients of its rows, and of its weights
@@ -130,3 +174,41 @@ def _tiled_seconds(units: MatrixUnits, rate: float, product: Product) -> float:
                 flops = 2 * waves * units.at_once * height * width * (inner / splits + units.start)
                 best = min(best, flops / (rate * tile.share))
     return best
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpTimes:
+    """The durations of the tasks of one op.
+
+    A part of the batch has fewer rows, so its products may be less efficient than those of the whole batch.
+    """
+
+    device: Device
+    products: tuple[Product, ...]
+    weights_s: float  # to read the weights, for each part
+    whole_s: Mapping[Direction, float]  # of the whole batch, shared by its parts
+    kernels: Mapping[Direction, int]  # of each part
+    recomputes: bool = False  # the backward pass repeats the forward products
+    at_once: bool = False  # gradients are computed in the forward pass
+
+    def of(self, direction: Direction, parts: float) -> float:
+        """Seconds of one of equal parts of the batch, without start-up times of tasks."""
+        if self.at_once:
+            directions: tuple[Direction, ...] = ("F", "B", "W") if direction == "F" else ()
+        else:
+            directions = ("F", "B") if direction == "B" and self.recomputes else (direction,)
+        each_part_s = sum(
+            products_seconds(self.device, self.products, each, parts) + self.kernels.get(each, 0) * self.device.kernel_s
+            for each in directions
+        )
+        shared: tuple[Direction, ...] = directions if self.at_once else (direction,)
+        return each_part_s + sum(self.whole_s.get(each, 0.0) for each in shared) / parts
+
+    def seconds(self, action: Action, shape: StepShape) -> float:
+        """Seconds of one task."""
+        return task_seconds(action, shape, self._of_task)
+
+    def _of_task(self, direction: str, parts: int) -> float:
+        if direction == "W" and not self.products:
+            return 0.0
+        return self.weights_s + self.of(cast(Direction, direction), parts)

@@ -9,10 +9,9 @@ from typing import NamedTuple
 from moe_jax.schedule.actions import Action, Seconds, Stream, StreamOf, three_streams
 from moe_jax.schedule.build import streams_of
 from moe_jax.schedule.dependencies import task_graph
-from moe_jax.schedule.numbered import numbered_tasks
 from moe_jax.schedule.param_gathers import releases
 from moe_jax.schedule.schedule import Schedule
-from moe_jax.schedule.simulation import in_list_order, simulate_numbered
+from moe_jax.schedule.simulation import in_list_order, numbered_tasks, simulate_numbered
 
 
 class SimulatedTask(NamedTuple):

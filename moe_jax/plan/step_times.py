@@ -16,14 +16,11 @@ from moe_jax.plan.costs import order_times
 from moe_jax.plan.gradients import Sum, own_parameters, sums_of
 from moe_jax.plan.launch_overhead import with_launch_overhead
 from moe_jax.plan.measured import MeasuredTimes
-from moe_jax.plan.op_times import OpTimes
 from moe_jax.plan.over_tensor import LinkStages, form_seconds
 from moe_jax.plan.param_gathers import Gathered, gathered_bytes, param_gathers
-from moe_jax.plan.product_curves import measured_attention
-from moe_jax.plan.products import Direction, block_products
+from moe_jax.plan.products import Direction, OpTimes, block_products, measured_attention
 from moe_jax.plan.resources import Owned, owned_parameters, parameters_per_device
 from moe_jax.plan.simulate import Timeline, simulate
-from moe_jax.plan.step_shape import step_shape
 from moe_jax.plan.task_times import Linear, TaskTimes, Transfer, owner_of
 from moe_jax.plan.work import (
     ITEM_BYTES,
@@ -37,7 +34,7 @@ from moe_jax.plan.work import (
     work_of,
 )
 from moe_jax.schedule.actions import Action, Seconds, Stream, is_reduction, two_streams
-from moe_jax.schedule.build import make_schedule
+from moe_jax.schedule.build import make_schedule, step_shape
 from moe_jax.schedule.grad_buckets import exchanges_first
 from moe_jax.schedule.link_order import Priority, finish_times_s
 from moe_jax.schedule.schedule import Schedule

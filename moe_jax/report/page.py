@@ -1,6 +1,11 @@
-"""The HTML page of a run: sections of tables, plots and texts."""
+"""The HTML page of a run: sections of tables, plots and texts. It can be written again while the run is training.
+
+Evaluations are what `python -m moe_jax.evaluate` has added to the run's records.
+"""
 
 import json
+import math
+import time
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from html import escape
@@ -8,17 +13,50 @@ from pathlib import Path
 from typing import Any
 
 from moe_jax import __version__
+from moe_jax.config.yaml_io import load_config
 from moe_jax.files.atomic import write_atomically
 from moe_jax.files.untrusted import read_json
 from moe_jax.report.alarms import alarm_section
-from moe_jax.report.evaluations import evaluation_section
-from moe_jax.report.html import plots, table, text
-from moe_jax.report.load_plots import LOAD_LIMIT, experts_svg, load_gradient, ranks_svg
-from moe_jax.report.loads import Loads, RankMove, loads_of
+from moe_jax.report.html import CSS, plots, table, text
+from moe_jax.report.load_plots import LOAD_LIMIT, Loads, RankMove, experts_svg, load_gradient, loads_of, ranks_svg
 from moe_jax.report.numbers import Records, ReportError, curve, key_numbers, not_finite, records_of
 from moe_jax.report.plots import SPANS, PlotLine, curves_svg
-from moe_jax.report.style import CSS
-from moe_jax.telemetry.run_log import FILE_NAME
+from moe_jax.telemetry.run_log import FILE_NAME, read_metrics
+
+_PREFIX = "evaluation/"  # of metrics: evaluation/NAME/VALUE
+
+
+def evaluation_section(records: Records) -> str:
+    """Return the values by step and name, in the order of steps, as HTML for the page; "" without evaluations.
+
+    Of several evaluations of one step with the same options on the same text, the last one counts.
+    """
+    found: dict[tuple[int, str, str], dict[str, Any]] = {}
+    for record in records:
+        for name, values in _by_name(record).items():
+            found[record["step"], name, str(record.get("evaluation_options", ""))] = values
+    rows = [(f"Step {step:,}", name, _values_text(values), options) for (step, name, options), values in found.items()]
+    return table("numbers", rows) if rows else ""
+
+
+def _by_name(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in record.items():
+        if key.startswith(_PREFIX):
+            name, _, of_value = key.removeprefix(_PREFIX).rpartition("/")
+            found.setdefault(name, {})[of_value] = value
+    return found
+
+
+def _values_text(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {_value_text(value)}" for name, value in values.items())
+
+
+def _value_text(value: object) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4g}" if isinstance(value, float) and math.isfinite(value) else "not finite"
+
 
 _LISTED_MOVES = 20  # the most moves of experts on the page
 # For each section, the title, the record key and the axis options of its curves.
@@ -198,3 +236,28 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, ..
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)
+
+
+def watch(run: Path, every_s: int) -> None:
+    """Write the page every `every_s` seconds until the run's last step, or until Ctrl-C.
+
+    Browsers reload the page as often. If the run has no records yet, wait for them. Raises the errors of
+    `write_report`, and ConfigError if the run's config cannot be read.
+    """
+    if not _has_ended(run):
+        print(f"renewing {run / 'report.html'} every {every_s} s until the last step; Ctrl-C stops", flush=True)
+    try:
+        while not _has_ended(run):
+            if read_metrics(run):
+                write_report(run, refresh_s=every_s)
+            time.sleep(every_s)
+    except KeyboardInterrupt:
+        pass
+    if read_metrics(run):
+        print(f"wrote {write_report(run)}")
+
+
+def _has_ended(run: Path) -> bool:
+    """Whether the run has validated after its last step."""
+    records, steps = read_metrics(run), load_config(run).train.steps
+    return any("validation_loss" in record and record["step"] >= steps for record in records)

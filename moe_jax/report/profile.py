@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_jax.plan.cluster import ClusterProfile
+from moe_jax.plan.clusters.measured import ClusterProfile
 from moe_jax.plan.curves import Curve, label
 from moe_jax.report.plots import PlotError
 

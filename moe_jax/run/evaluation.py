@@ -1,9 +1,12 @@
-"""The loss of a run's checkpoint on texts: the run's own validation text, or any other one."""
+"""The loss of a run's checkpoint on texts: the run's own validation text, or any other one.
+
+The texts are encoded with the tokenizer of the run. The results go to the run's metrics, and to a JSON file.
+"""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -17,24 +20,61 @@ from moe_jax.config import Config, DataConfig, MigrationConfig
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.validate import check_batch_split, check_expert_split
 from moe_jax.config.yaml_io import load_config
-from moe_jax.data.evaluation import Batch, all_batches, spread_batches, text_bytes
+from moe_jax.data.evaluation import Batch, all_batches, spread_batches, text_bytes, text_samples
 from moe_jax.data.mixture import Mixture
 from moe_jax.data.samples import Samples
 from moe_jax.data.sources import open_tokens, source_tokenizer
 from moe_jax.data.token_marks import num_targets
 from moe_jax.data.tokenizer import Tokenizer
+from moe_jax.data.tokens import BPE_FILE, find_data
 from moe_jax.distributed.processes import is_main_process
-from moe_jax.errors import ConfigError
-from moe_jax.models.stages import in_order, stored, stored_shapes
+from moe_jax.errors import ConfigError, UserError
+from moe_jax.files.places import place_of
+from moe_jax.models.parameters import in_order, stored, stored_shapes
 from moe_jax.parallel.mesh import batch_shards, make_mesh
 from moe_jax.parallel.trees import Params
 from moe_jax.run.choose_exchange import with_fastest_exchange
 from moe_jax.run.choose_grouped_matmul import with_fastest_product
+from moe_jax.run.model_tokenizer import check_tokens_of_run, tokenizer_of_run
+from moe_jax.run.run_dir import lock_run_dir
 from moe_jax.run.validation import loss_metrics, mean
 from moe_jax.step.compile import batch_shape, config_at
 from moe_jax.step.compile_cache import compiled
 from moe_jax.step.moving_average import evaluated
 from moe_jax.step.trainer import Trainer, make_trainer
+from moe_jax.telemetry.run_log import insert_record
+
+
+def record_evaluation(
+    config: Config, run: Path, step: int, results: Mapping[str, Mapping[str, float]], options: str
+) -> str:
+    """Add results of a step, and the options they were found with, to a run's metrics.jsonl. All processes call it.
+
+    A value is called `evaluation/NAME/VALUE`, with the name of the text or task.
+
+    Returns why that was not possible, for a message; empty if it was. A run that trains now keeps its file to itself.
+    """
+    own = dataclasses.replace(config, log=dataclasses.replace(config.log, dir=place_of(run)))
+    values = {f"evaluation/{name}/{key}": value for name, own in results.items() for key, value in own.items()}
+    tokens = step * config.train.batch_size * config.data.seq_len
+    try:
+        with lock_run_dir(own):
+            if is_main_process():
+                insert_record(run, {"step": step, **values, "evaluation_options": options, "tokens": tokens})
+    except UserError as error:
+        return str(error)
+    except OSError as error:
+        return f"{run} cannot be written ({error.strerror})"
+    return ""
+
+
+def finite_or_null(value: Any) -> Any:
+    """Return nested values for JSON, which has no NaN and no infinities."""
+    if isinstance(value, Mapping):
+        return {key: finite_or_null(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_or_null(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Text(NamedTuple):
@@ -187,3 +227,34 @@ def _with_padding(config: Config) -> Config:
     data = dataclasses.replace(config.data, mask_documents=True, sources=(), path=DataConfig.path)
     kernel = "auto" if config.train.attention_kernel == "cudnn" else config.train.attention_kernel
     return dataclasses.replace(config, data=data, train=dataclasses.replace(config.train, attention_kernel=kernel))
+
+
+_OPTION = "--data"
+
+
+def open_texts(names: Sequence[str], config: Config, run: Path) -> list[Text]:
+    """Open .txt, .jsonl and .parquet files, of which all text is used, and prepared folders, of which the validation
+    part is. Raises UserError.
+    """
+    texts = [_open_text(name, config, run) for name in names]
+    called = [text.name for text in texts]
+    for name in called:
+        if called.count(name) > 1:
+            raise ConfigError(f"{_OPTION} names two texts {name}, which would share one result: evaluate one at a time")
+    return texts
+
+
+def _open_text(given: str, config: Config, run: Path) -> Text:
+    path = find_data(given, _OPTION)
+    if path.is_dir():
+        data = dataclasses.replace(config.data, path=str(path), sources=(), tokenizer="bytes", text_key="text")
+        tokenizer = check_tokens_of_run(config, run, data)
+        (tokens,) = open_tokens(data, config.model.vocab_size)
+        return Text(path.name, Samples.of(tokens, "validation", data), tokenizer)
+    tokenizer, known = tokenizer_of_run(config, run), config.model.vocab_size
+    if tokenizer.vocab_size > known:
+        raise ConfigError(
+            f"{_OPTION}={path} is encoded with {tokenizer.vocab_size} tokens, more than model.vocab_size={known}: put "
+            f"the model's own {BPE_FILE} into the run's folder"
+        )
+    return Text(path.name, text_samples(path, config.data, tokenizer, _OPTION), tokenizer)

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_jax.config import Config
-from moe_jax.convert.companion_files import (
+from moe_jax.convert.hf_config import HfConfig, read_json
+from moe_jax.convert.source import ORIGIN, origin_of
+from moe_jax.convert.write import (
     SPECIAL_TOKENS,
     TOKENIZER,
     TOKENIZER_CONFIG,
     copy_companion_files,
     special_tokens,
 )
-from moe_jax.convert.hf_config import HfConfig, read_json
-from moe_jax.convert.source import ORIGIN, origin_of
 from moe_jax.data.chat_template import FILE as TEMPLATE
 from moe_jax.data.sources import source_tokenizer, tokenizer_file
 from moe_jax.data.tokenizer import load_model_tokenizer

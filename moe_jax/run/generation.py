@@ -20,8 +20,8 @@ from moe_jax.checkpoint.load import load_step
 from moe_jax.config import Config, MeshConfig
 from moe_jax.config.layer_layout import Stages
 from moe_jax.models.decode import PREFILL_PIECE, DecodeState, decode, prefill, score
+from moe_jax.models.parameters import in_order, stored_shapes
 from moe_jax.models.sampling import Sampling
-from moe_jax.models.stages import in_order, stored_shapes
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.mesh import found_devices, make_mesh
 from moe_jax.parallel.sharding import REPLICATED

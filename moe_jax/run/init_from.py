@@ -18,8 +18,7 @@ from moe_jax.convert.source import check_same, open_model
 from moe_jax.distributed.processes import allgather
 from moe_jax.errors import ConfigError, UserError
 from moe_jax.files.local_copy import local_path
-from moe_jax.models.parameters import init_params
-from moe_jax.models.stages import stored
+from moe_jax.models.parameters import init_params, stored
 
 
 def check_source(config: Config) -> None:

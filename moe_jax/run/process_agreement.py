@@ -17,7 +17,7 @@ from moe_jax.config import Sections
 from moe_jax.config.draft import Draft
 from moe_jax.data.sources import Tokens
 from moe_jax.data.tokens import SPLITS
-from moe_jax.distributed.coordination import coordination
+from moe_jax.distributed.hosts import coordination
 from moe_jax.errors import ConfigError
 from moe_jax.files.local_copy import local_path
 from moe_jax.files.untrusted import read_bytes

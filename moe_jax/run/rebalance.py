@@ -12,8 +12,16 @@ import jax
 import numpy as np
 
 from moe_jax.config import MeshConfig
-from moe_jax.rebalance.costs import MigrationCosts, migration_costs
-from moe_jax.rebalance.planner import Prices, RebalancePlan, is_due, load_ratio, num_swaps, plan
+from moe_jax.rebalance.planner import (
+    MigrationCosts,
+    Prices,
+    RebalancePlan,
+    is_due,
+    load_ratio,
+    migration_costs,
+    num_swaps,
+    plan,
+)
 from moe_jax.rebalance.transfer import Mover, TransferCost
 from moe_jax.run.setup import Run
 from moe_jax.step.context import State

@@ -17,11 +17,10 @@ from jax.stages import Compiled
 
 from moe_jax.checkpoint.arrays import array_records
 from moe_jax.checkpoint.checksums import agreed_digests
-from moe_jax.checkpoint.record import Record
+from moe_jax.checkpoint.record import Record, Restored
 from moe_jax.checkpoint.replicas.files import SlotFiles
 from moe_jax.checkpoint.replicas.layout import StoredPiece
 from moe_jax.checkpoint.replicas.plan import SafetyPlan
-from moe_jax.checkpoint.restored import Restored
 from moe_jax.distributed.processes import allgather, from_process, is_main_process
 from moe_jax.errors import ConfigError, DivergedError
 from moe_jax.files.atomic import write_atomically

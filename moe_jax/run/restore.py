@@ -4,12 +4,10 @@ from collections.abc import Mapping
 
 from moe_jax.checkpoint.arrays import read_arrays
 from moe_jax.checkpoint.compatibility import check_same_model, renamed_sources
-from moe_jax.checkpoint.files import DamagedError
+from moe_jax.checkpoint.files import DamagedError, quarantine
 from moe_jax.checkpoint.latest import agreed_record
 from moe_jax.checkpoint.load import damage_message
-from moe_jax.checkpoint.quarantine import quarantine
-from moe_jax.checkpoint.record import Record
-from moe_jax.checkpoint.restored import Restored
+from moe_jax.checkpoint.record import Record, Restored
 from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages
 from moe_jax.distributed.processes import allgather, is_main_process

@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 from moe_jax.checkpoint.arrays import array_records
 from moe_jax.checkpoint.checksums import digest_program, names_of
 from moe_jax.checkpoint.compatibility import check_same_run
-from moe_jax.checkpoint.record import Record
+from moe_jax.checkpoint.record import Record, Restored
 from moe_jax.checkpoint.replicas.files import ReplicaFile, whole_slots
 from moe_jax.checkpoint.replicas.layout import ReplicaLayout, lost_owners, piece_name, piece_sources, replacements
 from moe_jax.checkpoint.replicas.plan import SafetyPlan, index_of
-from moe_jax.checkpoint.restored import Restored
 from moe_jax.config import Config
 from moe_jax.distributed.processes import allgather, allgather_rows, from_process
 from moe_jax.errors import CheckpointError

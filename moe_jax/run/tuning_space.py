@@ -19,8 +19,7 @@ from moe_jax.files.local_copy import local_path
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.all_to_all import EXCHANGES, RAGGED
 from moe_jax.parallel.mesh import batch_shards
-from moe_jax.plan.bayes import Choice
-from moe_jax.plan.tuned_file import Tuned, read_tuned, write_tuned
+from moe_jax.plan.tuner import Choice, Tuned, read_tuned, write_tuned
 from moe_jax.schedule.grad_buckets import Bucket
 from moe_jax.step.compile import config_at
 from moe_jax.step.scheduled.build import reductions_of

@@ -1,10 +1,14 @@
-"""Build a schedule from a policy's name: split, order, place weight gradients and reductions, merge the streams."""
+"""Build a schedule from a policy's name: split, order, place weight gradients and reductions, merge the streams.
+
+The tasks of a config's step, before they have an order.
+"""
 
 import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from moe_jax.config import Config
 from moe_jax.config.plugins import guarded, load_part
 from moe_jax.errors import ConfigError
 from moe_jax.schedule.actions import (
@@ -20,13 +24,19 @@ from moe_jax.schedule.actions import (
 from moe_jax.schedule.dependencies import task_graph
 from moe_jax.schedule.grad_buckets import by_readiness, exchanges_first
 from moe_jax.schedule.link_order import Priority
-from moe_jax.schedule.numbered import NumberedTasks, numbered_tasks
 from moe_jax.schedule.param_gathers import releases
 from moe_jax.schedule.policies import POLICIES, by_phase
 from moe_jax.schedule.policies.protocol import Orders, Policy
 from moe_jax.schedule.schedule import Schedule
 from moe_jax.schedule.shape import Parts, StepShape
-from moe_jax.schedule.simulation import interleave, interleave_numbered, makespan_s, simulate_numbered
+from moe_jax.schedule.simulation import (
+    NumberedTasks,
+    interleave,
+    interleave_numbered,
+    makespan_s,
+    numbered_tasks,
+    simulate_numbered,
+)
 from moe_jax.schedule.weight_grad import greedy
 
 
@@ -188,3 +198,24 @@ def _guarded(name: str, policy: Policy) -> Policy:
         return Parts(*numbers)
 
     return Policy(parts, guarded(f"{part}: orders", _ORDERS, policy.orders))
+
+
+def step_shape(config: Config, mesh: Mapping[str, int], reductions: Sequence[int]) -> StepShape:
+    """The shape of a step on a mesh of these sizes, with `reductions` buckets per owner. Raises ScheduleError."""
+    settings, model = config.schedule, config.model
+    copies = math.prod(mesh[axis] for axis in ("data", "context") if axis not in config.mesh.expert_axes)
+    return make_shape(
+        settings.policy,
+        model.block_kinds,
+        settings.microbatches,
+        settings.backward_microbatches,
+        settings.expert_chunks,
+        weight_grad=settings.weight_grad,
+        grad_reduce=settings.grad_reduce,
+        param_gather=config.param_gather,
+        reductions=tuple(reductions),
+        tied=model.tie_word_embeddings,
+        mtp=model.has_mtp,
+        # all tensor ranks have the bias vectors of an expert that they share
+        local_experts=copies == 1 and not (model.moe.bias and config.mesh.expert_tensor_ranks(mesh) > 1),
+    )

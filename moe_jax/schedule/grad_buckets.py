@@ -9,9 +9,8 @@ from moe_jax.errors import ConfigError
 from moe_jax.schedule.actions import Action, Seconds, StreamOf, is_param_gather, is_reduction
 from moe_jax.schedule.dependencies import Needs, all_reductions
 from moe_jax.schedule.link_order import Priority
-from moe_jax.schedule.numbered import NumberedTasks
 from moe_jax.schedule.shape import StepShape
-from moe_jax.schedule.simulation import simulate_streams
+from moe_jax.schedule.simulation import NumberedTasks, simulate_streams
 
 MAX_BUCKETS = 4096  # of a group of gradients: each is a collective, and compilers take seconds for hundreds of them
 

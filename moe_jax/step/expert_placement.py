@@ -15,9 +15,9 @@ from jax.sharding import NamedSharding
 from moe_jax.config import Config, ModelConfig
 from moe_jax.config.layer_layout import Stages
 from moe_jax.models.placement import by_expert, by_slot, expert_group, first_experts, first_slots, moe_blocks
+from moe_jax.parallel.expert_transfer import all_reduce_replicated_experts
 from moe_jax.parallel.grad_sync import Experts
 from moe_jax.parallel.pipeline import stage
-from moe_jax.parallel.replicated_experts import all_reduce_replicated_experts
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.parallel.trees import Grads, Params
 from moe_jax.step.context import State, StepContext

@@ -1,23 +1,136 @@
-"""The optimizer of a config: updates by one of `optimizers/`, weight decay, and the learning rate of each step."""
+"""The optimizer of a config: updates by one of `optimizers/`, weight decay, and the learning rate of each step.
 
+Groups of parameters may have other learning rates and weight decays (`optimizer.groups`).
+
+Moments may be stored as bfloat16, with stochastic rounding (`optimizer.moments_dtype`). A mean of gradients moves in
+steps of 1 - beta of a gradient. Rounded to the nearest of bfloat16's numbers, which are 0.4 % or more apart, it would
+ignore small ones. Rounded up with the probability that makes the rounded number's mean the number itself, it follows
+them on average (Gupta et al. 2015, section 3).
+"""
+
+import difflib
 import itertools
+import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float
 
-from moe_jax.config import Config
+from moe_jax.config import Config, OptimizerConfig
+from moe_jax.errors import ConfigError
 from moe_jax.models.parameters import param_dims, param_shapes
 from moe_jax.parallel.mesh import expert_axis
 from moe_jax.parallel.sharding import REPLICATED, Dims, map_dims, partitions
 from moe_jax.parallel.trees import Cuts, ParamDims, Params, Specs, Tree
+from moe_jax.parallel.word_hash import index_of, mix
 from moe_jax.parallel.zero import ShardSpec, cuts_of, no_cuts
-from moe_jax.step.moments_dtype import in_bfloat16
 from moe_jax.step.optimizers import scale_of
 from moe_jax.step.optimizers.protocol import Parameter
-from moe_jax.step.parameter_groups import group_factors, with_decay
 from moe_jax.step.router_bias import score_biases
+
+
+def in_bfloat16(
+    rule: optax.GradientTransformationExtraArgs, parameters: Tree, steps_of: Callable[[optax.OptState], jax.Array]
+) -> optax.GradientTransformationExtraArgs:
+    """Return the same transformation, with moments that are bfloat16 between updates and float32 in them.
+
+    Moments have the shapes of their parameters. `steps_of` returns the number of updates in a state. All devices with
+    the same shard round it alike.
+    """
+    known = dict(jax.tree.leaves_with_path(parameters))
+
+    def init(params: optax.Params) -> optax.OptState:
+        return jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim else x, rule.init(params))
+
+    def update(
+        grads: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **rest: Any
+    ) -> tuple[optax.Updates, optax.OptState]:
+        exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.ndim else x, state)
+        updates, moved = rule.update(grads, exact, params, **rest)
+        leaves, structure = jax.tree.flatten_with_path(moved)
+        step = steps_of(moved).astype(jnp.uint32)
+        rounded = [
+            _stored(x, mix(step ^ mix(jnp.uint32(number))), _parameter_of(path, known)) if x.ndim else x
+            for number, (path, x) in enumerate(leaves)
+        ]
+        return updates, jax.tree.unflatten(structure, rounded)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _parameter_of(path: tuple[Any, ...], known: dict[Any, Parameter]) -> Parameter:
+    """Return the parameter whose path ends the path of a moment."""
+    return next(known[path[first:]] for first in range(len(path)) if path[first:] in known)
+
+
+def _stored(x: jax.Array, word: jax.Array, parameter: Parameter) -> jax.Array:
+    axes = [axis for entry in parameter.spec if entry for axis in (entry if isinstance(entry, tuple) else (entry,))]
+    shard = jax.lax.axis_index(tuple(axes)) if axes else 0
+    return rounded_at_random(x, mix(word ^ jnp.uint32(shard)))
+
+
+def rounded_at_random(x: Float[Array, "..."], word: jax.Array) -> Float[Array, "..."]:
+    """Return float32 numbers as bfloat16, each rounded up or down by a hash of its index and a 32-bit word.
+
+    What bfloat16 can represent stays as it is, as do infinities and NaN.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    added = mix(index_of(x.shape) ^ word) >> 16  # up to the weight of bfloat16's last bit
+    cut = jax.lax.bitcast_convert_type((bits + added) & jnp.uint32(0xFFFF0000), jnp.float32)
+    return jnp.where(jnp.isfinite(x), cut, x).astype(jnp.bfloat16)
+
+
+def group_factors(optimizer: OptimizerConfig, parameters: Tree) -> tuple[Tree, Tree]:
+    """Return the weight decay and the factor of the learning rate of each of the `optimizers.protocol.Parameter`s.
+
+    Raises ConfigError for a group without parameters.
+    """
+    leaves, structure = jax.tree.flatten_with_path(parameters)
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+    group_of = [_first_match(optimizer, name) for name in names]
+    for number, group in enumerate(optimizer.groups):
+        if number not in group_of:
+            _refuse(f"optimizer.groups[{number}].match={group.match}", group.match, names)
+    decays, factors = [], []
+    for (_, parameter), own in zip(leaves, group_of, strict=True):
+        decay, factor = optimizer.weight_decay if len(parameter.spaces) > 1 else 0.0, 1.0
+        if own is not None:
+            group = optimizer.groups[own]
+            decay, factor = decay if group.weight_decay is None else group.weight_decay, group.learning_rate_factor
+        decays.append(decay)
+        factors.append(factor)
+    return jax.tree.unflatten(structure, decays), jax.tree.unflatten(structure, factors)
+
+
+def with_decay(decays: Tree, factors: Tree) -> optax.GradientTransformation:
+    """Add to each update its parameter times its decay, and multiply the sum by its factor."""
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        return jax.tree.map(_decayed, updates, params, decays, factors), state
+
+    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+
+
+def _decayed(update: jax.Array, param: jax.Array, decay: float, factor: float) -> jax.Array:
+    update = update + decay * param if decay else update
+    return update if factor == 1 else factor * update
+
+
+def _first_match(optimizer: OptimizerConfig, name: str) -> int | None:
+    return next((n for n, group in enumerate(optimizer.groups) if re.search(group.match, name)), None)
+
+
+def _refuse(setting: str, pattern: str, names: list[str]) -> None:
+    if any(re.search(pattern, name) for name in names):
+        raise ConfigError(f"{setting} finds only parameters of groups before it: put it before them, or leave it out")
+    near = max(names, key=lambda name: difflib.SequenceMatcher(None, pattern, name).ratio())
+    raise ConfigError(f"{setting} finds no parameter: use a part of a path such as {near}")
 
 
 def learning_rate(config: Config) -> optax.Schedule:

@@ -15,9 +15,8 @@ from jax.stages import Wrapped
 
 from moe_jax.config import Config
 from moe_jax.config.registry import EXCHANGE_FACTS
-from moe_jax.models.parameters import init_params
+from moe_jax.models.parameters import init_params, stored, stored_shapes
 from moe_jax.models.placement import by_slot, first_experts
-from moe_jax.models.stages import stored, stored_shapes
 from moe_jax.parallel import background
 from moe_jax.parallel.grad_sync import sum_over_batch
 from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, shard_random_init, shardings

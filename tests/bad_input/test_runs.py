@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from moe_jax.checkpoint.on_disk import DiskStorage
 from moe_jax.checkpoint.record import Record, read_record
 from moe_jax.checkpoint.save import Checkpoints
+from moe_jax.checkpoint.storage import DiskStorage
 from moe_jax.config import Config
 from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import run_command

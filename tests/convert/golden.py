@@ -17,8 +17,7 @@ from moe_jax.convert.files import Weights
 from moe_jax.convert.hf_config import read_config
 from moe_jax.convert.quantized import quantization_of
 from moe_jax.convert.read import read_params
-from moe_jax.models.parameters import param_dims
-from moe_jax.models.stages import stored_shapes
+from moe_jax.models.parameters import param_dims, stored_shapes
 from moe_jax.parallel.mesh import expert_axis, make_mesh
 from moe_jax.parallel.sharding import partitions
 from tests.models.test_decode import logits_of

@@ -12,7 +12,7 @@ from moe_jax.config.layer_layout import Stages
 from moe_jax.convert.families import FAMILIES, family_that_holds
 from moe_jax.convert.hf_config import HfConfig
 from moe_jax.convert.write import write_model
-from moe_jax.models.stages import in_order
+from moe_jax.models.parameters import in_order
 from tests.convert.golden import GOLDEN, NAMES, expected, model_of, read
 from tests.models.test_decode import logits_of
 

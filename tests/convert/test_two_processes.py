@@ -3,8 +3,8 @@
 import sys
 
 from moe_jax.checkpoint.files import newest_checkpoint
-from moe_jax.checkpoint.on_disk import DiskStorage
 from moe_jax.checkpoint.record import read_record
+from moe_jax.checkpoint.storage import DiskStorage
 from moe_jax.cli import convert
 from moe_jax.launch.supervisor import reserved_port
 from tests.convert.golden import GOLDEN

@@ -9,12 +9,10 @@ import pytest
 from tokenizers import AddedToken
 
 from moe_jax.config import DataConfig
-from moe_jax.data.answer_spans import MARKS, rendered
-from moe_jax.data.chat_template import ChatTemplate
+from moe_jax.data.chat_template import MARKS, ChatTemplate, rendered
 from moe_jax.data.loader import train_batches, validation_batches
 from moe_jax.data.mixture import Mixture
-from moe_jax.data.packing import pack
-from moe_jax.data.prepare_chat import Prepared, prepare_chat
+from moe_jax.data.prepare_chat import Prepared, pack, prepare_chat
 from moe_jax.data.samples import Samples
 from moe_jax.data.sources import open_tokens
 from moe_jax.data.token_marks import FIRST, PADDING, UNCOUNTED

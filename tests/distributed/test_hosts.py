@@ -7,8 +7,7 @@ import jax
 import pytest
 
 from moe_jax.distributed import hosts as module
-from moe_jax.distributed.coordination import coordination
-from moe_jax.distributed.hosts import hosts, nodes, publish_host
+from moe_jax.distributed.hosts import coordination, hosts, nodes, publish_host
 
 
 class Service:

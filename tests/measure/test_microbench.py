@@ -21,7 +21,7 @@ from moe_jax.measure.operations import KINDS, QUICK, CommGroup, Machine, collect
 from moe_jax.parallel import background
 from moe_jax.parallel.all_to_all import BY_NODE, EXCHANGES
 from moe_jax.parallel.sharding import BATCH_SPEC
-from moe_jax.plan.cluster import ClusterProfile, read_profile
+from moe_jax.plan.clusters.measured import ClusterProfile, read_profile
 from moe_jax.report.plots import PlotError
 from moe_jax.report.profile import draw_profile
 

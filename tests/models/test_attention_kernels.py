@@ -16,7 +16,7 @@ from jax.extend.core import jaxprs_in_params
 from moe_jax.config import AttentionConfig, Config, DataConfig, LatentConfig, MeshConfig, ModelConfig, TrainConfig
 from moe_jax.config.attention_kernels import kernel_of, unfused_reason
 from moe_jax.errors import ConfigError
-from moe_jax.models.attention import kernels, splash, tiles
+from moe_jax.models.attention import kernels, tiles
 
 BFLOAT16 = TrainConfig(compute_dtype="bfloat16")
 WIDE = LatentConfig(kv_lora_rank=512)  # 192 features of keys, 128 of values
@@ -160,8 +160,8 @@ def test_tiles_give_the_values_and_gradients_of_all_pairs(case, monkeypatch):
 def test_the_splash_kernel_gives_the_values_and_gradients_of_all_pairs(monkeypatch):
     """Interpreted, with several blocks."""
     case = Attention(256, value_width=8, window=40, extras=True)
-    monkeypatch.setattr(splash, "splash_block", lambda length: 128)
-    kernel = functools.partial(splash.splash, interpret=True)
+    monkeypatch.setattr(kernels, "splash_block", lambda length: 128)
+    kernel = functools.partial(kernels.splash, interpret=True)
     chex.assert_trees_all_close(case.results(kernel), case.results(kernels.xla), rtol=1e-5, atol=1e-5)
 
 
@@ -174,7 +174,7 @@ def largest_array(jaxpr) -> int:
 
 @pytest.mark.parametrize(
     ("kernel", "growth"),
-    [(kernels.xla, 4), (kernels.whole_sequence, 2), (functools.partial(splash.splash, interpret=True), 2)],
+    [(kernels.xla, 4), (kernels.whole_sequence, 2), (functools.partial(kernels.splash, interpret=True), 2)],
     ids=["xla", "tiled", "splash"],
 )
 def test_arrays_grow_with_the_sequence_and_not_with_its_square(kernel, growth):

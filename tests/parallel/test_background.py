@@ -27,9 +27,9 @@ def test_collectives_under_way_together_do_not_mix():
 
     def body(x):
         def both(x, _):
-            tickets = [background.start(x * factor, "exchange", (Axis.EXPERT,)) for factor in (1, 10, 100)]
-            tickets.append(background.start(x, "sum", BATCH_AXES))
-            results = [background.finish(ticket, jax.ShapeDtypeStruct(x.shape, x.dtype)) for ticket in tickets[::-1]]
+            handles = [background.start(x * factor, "exchange", (Axis.EXPERT,)) for factor in (1, 10, 100)]
+            handles.append(background.start(x, "sum", BATCH_AXES))
+            results = [background.finish(handle, jax.ShapeDtypeStruct(x.shape, x.dtype)) for handle in handles[::-1]]
             return x + 1, jnp.stack(results)
 
         return jax.lax.scan(both, x[0], jnp.arange(3))[1][None]
@@ -47,8 +47,8 @@ def test_collectives_under_way_together_do_not_mix():
 
 def test_stages_send_around_the_ring_both_ways():
     def body(x):
-        tickets = [background.start(x, kind, (Axis.EXPERT,)) for kind in ("to_next", "to_previous")]
-        return jnp.stack([background.finish(each, jax.ShapeDtypeStruct(x.shape, x.dtype)) for each in tickets], axis=1)
+        handles = [background.start(x, kind, (Axis.EXPERT,)) for kind in ("to_next", "to_previous")]
+        return jnp.stack([background.finish(each, jax.ShapeDtypeStruct(x.shape, x.dtype)) for each in handles], axis=1)
 
     x = np.arange(8, dtype=np.int32)
     found = on_mesh(body, BATCH_SPEC, BATCH_SPEC, data=2, expert=4)(x)
@@ -57,12 +57,12 @@ def test_stages_send_around_the_ring_both_ways():
 
 
 def test_only_what_a_stage_waits_for_travels():
-    """Device 1 of each ring of four sends to device 2, and nobody else does; others get zeros, and no ticket."""
+    """Device 1 of each ring of four sends to device 2, and nobody else does; others get zeros, and no handle."""
 
     def body(x):
         place = jax.lax.axis_index(Axis.EXPERT)
-        ticket = background.start(x + 1, "to_next", (Axis.EXPERT,), jnp.stack([place == 1, place == 2]))
-        return background.finish(ticket, jax.ShapeDtypeStruct(x.shape, x.dtype))
+        handle = background.start(x + 1, "to_next", (Axis.EXPERT,), jnp.stack([place == 1, place == 2]))
+        return background.finish(handle, jax.ShapeDtypeStruct(x.shape, x.dtype))
 
     found = on_mesh(body, BATCH_SPEC, BATCH_SPEC, data=2, expert=4)(np.arange(8, dtype=np.int32))
     np.testing.assert_array_equal(found, [0, 0, 2, 0, 0, 0, 6, 0])

@@ -19,12 +19,11 @@ from moe_jax.config import MeshConfig
 from moe_jax.parallel import background
 from moe_jax.parallel.all_to_all import EXCHANGES, ragged
 from moe_jax.parallel.all_to_all.ragged import Widths
-from moe_jax.parallel.expert_transfer import encode, migrate
+from moe_jax.parallel.expert_transfer import all_reduce_replicated_experts, encode, migrate
 from moe_jax.parallel.mesh import ALL_AXES, Axis, make_mesh
 from moe_jax.parallel.permute import permuted
 from moe_jax.parallel.ranks import Ranks
 from moe_jax.parallel.reductions import REDUCTIONS, SCATTERS, scatter_of
-from moe_jax.parallel.replicated_experts import all_reduce_replicated_experts
 from moe_jax.parallel.tensor_dispatch import FORMS, DispatchRoute
 from moe_jax.parallel.zero import ShardSpec
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moe_jax.plan.bayes import BayesSearch, Choice
+from moe_jax.plan.tuner import BayesSearch, Choice
 
 CHOICES = [float(x) for x in np.geomspace(0.25, 256, 61)]
 SAMPLES = 8

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moe_jax.plan.cluster import ClusterProfile, ProfileError, read_profile, write_profile
+from moe_jax.plan.clusters.measured import ClusterProfile, ProfileError, read_profile, write_profile
 from moe_jax.plan.curves import curve
 
 

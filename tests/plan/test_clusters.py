@@ -7,8 +7,8 @@ import pytest
 
 from moe_jax.errors import UserError
 from moe_jax.measure.targets import find_target
-from moe_jax.plan.cluster import ClusterProfile, write_profile
 from moe_jax.plan.clusters import PRESETS, LinkCurve, cluster_of, find_cluster
+from moe_jax.plan.clusters.measured import ClusterProfile, write_profile
 from moe_jax.plan.collective_costs import CollectiveCosts, DeviceGroup
 from moe_jax.plan.curves import curve
 

@@ -13,8 +13,7 @@ from moe_jax.config.draft import open_draft, sections_of
 from moe_jax.plan.candidates import choices, schedules
 from moe_jax.plan.clusters import find_cluster
 from moe_jax.plan.estimate import estimate
-from moe_jax.plan.forward import ForwardPlan, best_ranges
-from moe_jax.plan.partition_range import OpRange, RangePart, fastest_partition, pipeline_seconds
+from moe_jax.plan.forward import ForwardPlan, OpRange, RangePart, best_ranges, fastest_partition, pipeline_seconds
 from moe_jax.plan.plan_text import facts
 from moe_jax.plan.planner import plan
 from moe_jax.plan.simulate import simulate

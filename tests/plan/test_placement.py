@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_jax.plan.placement import place
+from moe_jax.plan.candidates import place
 
 
 @pytest.mark.parametrize(

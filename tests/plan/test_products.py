@@ -10,8 +10,7 @@ from moe_jax.config.sections import LatentConfig, ModelConfig, MoEConfig
 from moe_jax.plan.clusters import PRESETS, find_cluster
 from moe_jax.plan.clusters.hardware import MatrixUnits, Tile
 from moe_jax.plan.curves import Curve, curve
-from moe_jax.plan.product_curves import measured_attention, measured_rate
-from moe_jax.plan.products import Product, block_products, product_seconds
+from moe_jax.plan.products import Product, block_products, measured_attention, measured_rate, product_seconds
 from moe_jax.plan.step_times import Step
 from moe_jax.plan.work import exchange_bytes, work_of
 

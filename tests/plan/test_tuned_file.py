@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moe_jax.errors import ConfigError
-from moe_jax.plan.tuned_file import Tuned, read_tuned, write_tuned
+from moe_jax.plan.tuner import Tuned, read_tuned, write_tuned
 
 HERE = {"model": {"hidden_size": 16, "schedule": ((10, 1.5),)}, "mesh": {"data": 2}}  # tuples are lists in a file
 THERE = {"model": {"hidden_size": 16}, "mesh": {"data": 4}}

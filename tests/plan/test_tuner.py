@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from moe_jax.plan.bayes import Choice
-from moe_jax.plan.tuner import Tuner
+from moe_jax.plan.tuner import Choice, Tuner
 
 CHOICES: list[Choice] = [(2.0**i,) for i in range(-3, 8)]
 SAMPLES = 8

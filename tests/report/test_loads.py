@@ -9,8 +9,7 @@ import pytest
 
 from moe_jax.errors import UserError
 from moe_jax.report import load_figure, write_report
-from moe_jax.report.load_plots import LOAD_LIMIT, experts_svg
-from moe_jax.report.loads import RankMove, loads_of
+from moe_jax.report.load_plots import LOAD_LIMIT, RankMove, experts_svg, loads_of
 from moe_jax.telemetry.run_log import FILE_NAME
 
 EVERY = 50  # steps between two checks

@@ -10,7 +10,7 @@ import pytest
 from moe_jax.config import Config, TrainConfig
 from moe_jax.config.yaml_io import to_yaml
 from moe_jax.errors import UserError
-from moe_jax.report.watch import watch
+from moe_jax.report.page import watch
 from moe_jax.telemetry.run_log import FILE_NAME
 
 REFRESH = '<meta http-equiv="refresh" content="7">'

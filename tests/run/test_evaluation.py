@@ -15,7 +15,7 @@ from moe_jax.config import Config
 from moe_jax.data.prepare import prepare_text
 from moe_jax.data.samples import Samples
 from moe_jax.data.tokenizer import ByteTokenizer
-from moe_jax.models.stages import stored
+from moe_jax.models.parameters import stored
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.run.evaluation import Checkpoint, Result, Text, evaluate_texts
 from moe_jax.run.loop import train

@@ -14,8 +14,7 @@ from moe_jax.errors import DataError
 from moe_jax.models.sampling import Sampling
 from moe_jax.run.generation import Decoder, Generation
 from moe_jax.run.model_tokenizer import end_tokens
-from moe_jax.run.prompts import Prompt, read_prompts
-from moe_jax.run.text_generation import TextGenerator, TextSettings
+from moe_jax.run.text_generation import Prompt, TextGenerator, TextSettings, read_prompts
 from tests.models.test_decode import MODEL
 from tests.small import first_params
 

@@ -14,8 +14,7 @@ from moe_jax.config import Config, DataConfig, TrainConfig
 from moe_jax.data.tokenizer import ByteTokenizer
 from moe_jax.errors import ConfigError
 from moe_jax.run.harness import TaskResult, load_tasks, run_tasks
-from moe_jax.run.harness_model import HarnessModel
-from moe_jax.run.scoring import spans_of
+from moe_jax.run.harness_model import HarnessModel, spans_of
 from tests.models.test_decode import MODEL, logits_of
 from tests.small import first_params
 

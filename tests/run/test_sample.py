@@ -9,8 +9,7 @@ import pytest
 from moe_jax.config import Config, DataConfig, ExchangeConfig, MeshConfig, TrainConfig
 from moe_jax.data.tokenizer import ByteTokenizer, load_model_tokenizer
 from moe_jax.run import sample
-from moe_jax.run.sample import encode_prompt, sample_text, sample_tokens
-from moe_jax.run.text_stream import continuation, printable
+from moe_jax.run.sample import continuation, encode_prompt, printable, sample_text, sample_tokens
 from tests.data.tokenizer_kinds import KINDS, save
 from tests.models.test_decode import MODEL, logits_of
 from tests.small import first_params

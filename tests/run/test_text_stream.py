@@ -3,7 +3,7 @@
 import pytest
 
 from moe_jax.data.tokenizer import ByteTokenizer
-from moe_jax.run.text_stream import TextStream
+from moe_jax.run.sample import TextStream
 
 BYTES = ByteTokenizer()
 

@@ -11,7 +11,7 @@ import pytest
 from moe_jax.config import Config, LogConfig, TuneConfig
 from moe_jax.errors import ConfigError
 from moe_jax.parallel.mesh import make_mesh
-from moe_jax.plan.tuned_file import Tuned, read_tuned, write_tuned
+from moe_jax.plan.tuner import Tuned, read_tuned, write_tuned
 from moe_jax.run import tuning_space
 from moe_jax.run.tuning_space import Choices, choices_of
 from moe_jax.step.scheduled.build import reductions_of

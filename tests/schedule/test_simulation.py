@@ -9,9 +9,16 @@ from moe_jax.schedule.actions import Action, Seconds, Stream, two_streams
 from moe_jax.schedule.build import streams_of
 from moe_jax.schedule.dependencies import Needs, task_graph
 from moe_jax.schedule.grad_buckets import exchanges_first
-from moe_jax.schedule.numbered import NumberedTasks, numbered_tasks
 from moe_jax.schedule.schedule import Schedule
-from moe_jax.schedule.simulation import in_list_order, interleave, makespan_s, simulate_numbered, simulate_streams
+from moe_jax.schedule.simulation import (
+    NumberedTasks,
+    in_list_order,
+    interleave,
+    makespan_s,
+    numbered_tasks,
+    simulate_numbered,
+    simulate_streams,
+)
 from tests.schedule.steps import random_costs, schedules
 
 SCHEDULES = [schedule for seed in range(3) for schedule in schedules(seed)]

@@ -14,8 +14,7 @@ from jax.sharding import PartitionSpec
 from moe_jax.config import Config, ModelConfig
 from moe_jax.config.layer_layout import Stages
 from moe_jax.models.gates.inputs import BatchPart
-from moe_jax.models.parameters import init_params
-from moe_jax.models.stages import stored
+from moe_jax.models.parameters import init_params, stored
 from moe_jax.parallel import background
 from moe_jax.parallel.grad_sync import global_norm, sum_over_batch
 from moe_jax.parallel.mesh import make_mesh

@@ -14,9 +14,8 @@ from moe_jax.config import Config, MigrationConfig, ModelConfig, TrainConfig
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.yaml_io import load_config
 from moe_jax.data.token_marks import PADDING, UNCOUNTED, mark_documents
-from moe_jax.models.parameters import param_shapes
+from moe_jax.models.parameters import in_order, param_shapes
 from moe_jax.models.placement import by_expert
-from moe_jax.models.stages import in_order
 from moe_jax.step.expert_placement import slots_of
 from moe_jax.step.trainer import Trainer, make_trainer
 from tests import references

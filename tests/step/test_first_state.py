@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from moe_jax.config.layer_layout import Stages
-from moe_jax.models.parameters import init_params
-from moe_jax.models.stages import stored
+from moe_jax.models.parameters import init_params, stored
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.step.trainer import INIT_OPTIONS, make_trainer
 from tests.small import small_config

@@ -7,8 +7,7 @@ from jax.sharding import PartitionSpec
 
 from moe_jax.config import OptimizerConfig
 from moe_jax.parallel.mesh import Axis
-from moe_jax.step.moments_dtype import in_bfloat16, rounded_at_random
-from moe_jax.step.optimizer import updates_done
+from moe_jax.step.optimizer import in_bfloat16, rounded_at_random, updates_done
 from moe_jax.step.optimizers import OPTIMIZERS
 from moe_jax.step.optimizers.protocol import Parameter
 from tests.small import small_config

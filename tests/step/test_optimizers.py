@@ -18,12 +18,11 @@ from optax.contrib import scale_by_muon
 
 from moe_jax.config import Config, LatentConfig, OptimizerConfig
 from moe_jax.config.layer_layout import Stages
-from moe_jax.models.parameters import param_dims
-from moe_jax.models.stages import in_order, stored
+from moe_jax.models.parameters import in_order, param_dims, stored
 from moe_jax.step.context import StepContext
 from moe_jax.step.optimizer import make_optimizer, state_partitions
 from moe_jax.step.optimizers import OPTIMIZERS
-from moe_jax.step.optimizers.newton_schulz import COEFFICIENTS, orthogonalized
+from moe_jax.step.optimizers.muon import COEFFICIENTS, orthogonalized
 from moe_jax.step.optimizers.protocol import Parameter
 from tests.compiled import run_checked
 from tests.small import first_params, small_config

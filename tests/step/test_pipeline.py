@@ -13,7 +13,7 @@ from moe_jax.config import Config, MeshConfig
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.yaml_io import to_yaml
 from moe_jax.errors import CheckpointError, ConfigError
-from moe_jax.models.stages import stored
+from moe_jax.models.parameters import stored
 from moe_jax.run.sample import sample_tokens
 from moe_jax.step.pipelined.build import make_plan
 from moe_jax.step.trainer import make_trainer

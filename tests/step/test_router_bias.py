@@ -19,7 +19,7 @@ from moe_jax.config import Config, OptimizerConfig
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.yaml_io import to_yaml
 from moe_jax.errors import CheckpointError
-from moe_jax.models.stages import in_order
+from moe_jax.models.parameters import in_order
 from moe_jax.step.router_bias import direction
 from moe_jax.step.trainer import make_trainer
 from moe_jax.telemetry.run_log import RunLog

@@ -13,10 +13,8 @@ from moe_jax.config.validate.mesh import (
     check_mesh,
     check_tensor_split,
 )
-from moe_jax.config.validate.messages import nearest_multiples
 from moe_jax.config.validate.migration import check_migration
-from moe_jax.config.validate.model import check_model
-from moe_jax.config.validate.mtp import check_mtp
+from moe_jax.config.validate.model import check_model, check_mtp
 from moe_jax.config.validate.optimizer import check_optimizer, check_sharding_axes
 from moe_jax.config.validate.paths import check_paths, plain_setting
 from moe_jax.config.validate.pipeline import check_pipeline
@@ -24,6 +22,7 @@ from moe_jax.config.validate.plugins import check_parts
 from moe_jax.config.validate.ranges import check_ranges, setting
 from moe_jax.config.validate.schedule import check_exchange, check_node_split, check_schedule
 from moe_jax.config.validate.training import check_training, check_tune
+from moe_jax.errors import nearest_multiples
 
 __all__ = [
     "check_batch_split",

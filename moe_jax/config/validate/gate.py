@@ -6,9 +6,8 @@ import math
 
 from moe_jax.config.registry import DISPATCHER_FACTS, GATE_FACTS
 from moe_jax.config.sections import MoEConfig
-from moe_jax.config.validate.messages import all_of, divisors_text
 from moe_jax.config.validate.ranges import RANGES, check_changes
-from moe_jax.errors import ConfigError
+from moe_jax.errors import ConfigError, all_of, divisors_text
 
 _SMALL = {1: "one expert", 2: "two"}  # numbers of experts, in words
 

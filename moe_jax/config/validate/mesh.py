@@ -4,8 +4,7 @@ import math
 from collections.abc import Mapping
 
 from moe_jax.config.sections import MeshConfig, Sections
-from moe_jax.config.validate.messages import divisors_text, nearest_multiples
-from moe_jax.errors import ConfigError
+from moe_jax.errors import ConfigError, divisors_text, nearest_multiples
 
 
 def check_mesh(config: Sections) -> None:

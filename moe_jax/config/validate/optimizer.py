@@ -7,9 +7,8 @@ import re
 from moe_jax.config.ranges import check_number
 from moe_jax.config.registry import OPTIMIZER_FACTS
 from moe_jax.config.sections import TOKEN_AXES, MeshConfig, OptimizerConfig, ParameterGroup
-from moe_jax.config.validate.messages import all_of
 from moe_jax.config.validate.ranges import RANGES
-from moe_jax.errors import ConfigError
+from moe_jax.errors import ConfigError, all_of
 
 _LEAST_CYCLE = 2  # steps from one restart to the next: one at the peak and one at the end
 

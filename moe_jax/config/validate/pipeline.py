@@ -2,8 +2,7 @@
 
 from moe_jax.config.registry import PIPELINE_FACTS
 from moe_jax.config.sections import Sections
-from moe_jax.config.validate.messages import nearest_multiples
-from moe_jax.errors import ConfigError
+from moe_jax.errors import ConfigError, nearest_multiples
 
 _MOST_PASSES = 2**16  # passes in a table of ticks: 64 stages with 1,024 parts of a batch
 

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 
 from moe_jax.config.sections import MeshConfig, Sections
 from moe_jax.config.validate.mesh import expert_ranks_text
-from moe_jax.config.validate.messages import divisors_text
-from moe_jax.errors import ConfigError
+from moe_jax.errors import ConfigError, divisors_text
 
 _MOST_TASKS = 2**14  # 128 layers with 128 microbatches
 

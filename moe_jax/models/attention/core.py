@@ -1,7 +1,8 @@
-"""Softmax attention for what JAX's own does not support: values of another width than keys, sinks, documents.
+"""Softmax attention for what JAX's own does not support: values of another width than keys, sinks, documents; and the
+cache of decoding, which has one slot for each token of a sequence, at its position.
 
-B sequences, N queries, S keys, H heads of queries, G of keys and values (J = H/G queries for each), K width of queries
-and keys, V width of values.
+B sequences, N queries or further tokens, S keys or slots, H heads of queries, G of keys and values (J = H/G queries for
+each), K width of queries and keys, V width of values.
 """
 
 from typing import NamedTuple
@@ -58,3 +59,16 @@ def masked_attention(
         weights = exp / (exp.sum(axis=-1, keepdims=True) + jnp.exp(sink - peak))
     out_BNGJV = jnp.einsum("bgjns,bsgv->bngjv", weights.astype(dtype), value_BSGV)
     return out_BNGJV.reshape(batch, tokens, num_attention_heads, value_BSGV.shape[-1])
+
+
+def update_slots(
+    cache_BS: Float[Array, "B S ..."], new_BN: Float[Array, "B N ..."], position_B: Int[Array, " B"]
+) -> Float[Array, "B S ..."]:
+    """Return the cache with the features of further tokens, which begin at `position_B` in each sequence."""
+    put = jax.vmap(lambda slots, new, position: jax.lax.dynamic_update_slice_in_dim(slots, new, position, axis=0))
+    return put(cache_BS, new_BN, position_B)
+
+
+def visible_slots(position_BN: Int[Array, "B N"], slots: int, window: int | None) -> Bool[Array, "B N S"]:
+    """Return whether the token at each position attends to the token in each slot."""
+    return jax.vmap(lambda position_N: causal_mask(position_N, jnp.arange(slots), window))(position_BN)

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import AttentionView, ModelConfig
-from moe_jax.models.attention.cache import update_slots, visible_slots
-from moe_jax.models.attention.core import AttentionImpl, masked_attention
+from moe_jax.models.attention.core import AttentionImpl, masked_attention, update_slots, visible_slots
 from moe_jax.models.attention.kernels import KERNELS
 from moe_jax.models.attention.over_context import FORMS
 from moe_jax.models.layers import matmul, rms_norm

@@ -10,9 +10,8 @@ from jaxtyping import Array, Float
 from moe_jax.config import MoEConfig
 from moe_jax.config.facts import GateFacts
 from moe_jax.models.gates.choice import TopKRouting
-from moe_jax.models.gates.groups import mask_other_groups
 from moe_jax.models.gates.protocol import Gate, of_logits
-from moe_jax.models.gates.weights import expert_weights
+from moe_jax.models.gates.weights import expert_weights, mask_other_groups
 
 FACTS = GateFacts(listed=5, settings=("n_group", "topk_group"), group_scorers=1)
 

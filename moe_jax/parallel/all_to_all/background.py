@@ -13,12 +13,12 @@ FACTS = ExchangeFacts(listed=6, in_background=True, only_starts=True)
 
 
 def start(x: Shaped[Array, "P ..."], ranks: Ranks) -> tuple[Any, ...]:
-    """Send block p to rank p. Returns the shape and dtype of the result, and a ticket for it."""
+    """Send block p to rank p. Returns the shape and dtype of the result, and a handle for it."""
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return shape, background.start(x, "exchange", ranks.axes)
 
 
 def finish(under_way: tuple[Any, ...], ranks: Ranks) -> Shaped[Array, "P ..."]:
     """Wait for the result. Its block p came from rank p."""
-    shape, ticket = under_way
-    return background.finish(ticket, shape)
+    shape, handle = under_way
+    return background.finish(handle, shape)

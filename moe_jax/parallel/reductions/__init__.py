@@ -1,17 +1,33 @@
 """Implementations of the sum of a flat vector over the ranks of mesh axes: one file each, one signature.
 
 Each gives the same bits on every rank; results of different implementations differ by rounding. The `SCATTERS` of the
-same names take one vector per rank, and return to each rank the sum of its own.
+same names take one vector per rank, and return to each rank the sum of its own. XLA:TPU rewrites reduce-scatters into
+all-reduces if they are over several axes at once, or if their rows are not whole tiles. `tiled_scatter` takes their
+place there, over one axis after another; as many bytes travel as in one reduce-scatter over all axes.
+
+P ranks, m numbers for each.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Num
 
 from moe_jax.config import registry
 from moe_jax.parallel.mesh import Axis
-from moe_jax.parallel.reductions import tiles
+
+_LANES, _TILE = 128, 8 * 128
+
+
+def tiled_scatter(x_Pm: Num[Array, "P m"], axes: tuple[Axis, ...]) -> Num[Array, " m"]:
+    """Return row r of the sum of `x_Pm` over all ranks of `axes`, on rank r."""
+    length = x_Pm.shape[1]
+    rest = jnp.pad(x_Pm, ((0, 0), (0, -length % _TILE)))
+    for axis in axes:  # what remains are the rows for the ranks of the axes that follow
+        rest = jax.lax.psum_scatter(rest.reshape(jax.lax.axis_size(axis), -1, _LANES), axis)
+    return rest.reshape(-1)[:length]
 
 
 class ReduceImpl(NamedTuple):
@@ -40,7 +56,7 @@ def _implementation(name: str, module: Any, whole: str, start: str) -> ReduceImp
 _FILES = registry.REDUCTION_FACTS.modules()
 REDUCTIONS = {name: _implementation(name, module, "reduce", "start") for name, module in _FILES.items()}
 SCATTERS = {name: _implementation(name, module, "scatter", "start_scatter") for name, module in _FILES.items()}
-_ON_TPU = _blocking(tiles.scatter)
+_ON_TPU = _blocking(tiled_scatter)
 
 
 def scatter_of(name: str, platform: str) -> ReduceImpl:

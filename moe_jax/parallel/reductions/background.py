@@ -16,7 +16,7 @@ FACTS = ReductionFacts(listed=3, in_background=True, only_starts=True)
 
 
 def start(x_n: Num[Array, " n"], axes: tuple[Axis, ...]) -> tuple[Any, ...]:
-    """Start the sum of `x_n` over all ranks of `axes`. Returns the shape and dtype of the result, and a ticket."""
+    """Start the sum of `x_n` over all ranks of `axes`. Returns the shape and dtype of the result, and a handle."""
     return jax.ShapeDtypeStruct(x_n.shape, x_n.dtype), background.start(x_n, "sum", axes)
 
 
@@ -27,5 +27,5 @@ def start_scatter(x_Pm: Num[Array, "P m"], axes: tuple[Axis, ...]) -> tuple[Any,
 
 def finish(under_way: tuple[Any, ...]) -> Num[Array, " n"]:
     """Wait for the sum, or for this rank's row of it."""
-    shape, ticket = under_way
-    return background.finish(ticket, shape)
+    shape, handle = under_way
+    return background.finish(handle, shape)

@@ -33,8 +33,7 @@ from moe_jax.step.losses import ObjectiveParts
 from moe_jax.step.pipelined.buffers import SlotBuffers, get, put, with_own_layout
 from moe_jax.step.pipelined.build import PipelinedPlan
 from moe_jax.step.pipelined.embed_and_head import embedded, embedding_gradient, head_gradients, share_of_loss
-from moe_jax.step.pipelined.model_chunk import ForwardResult, InputGradient, ModelChunk
-from moe_jax.step.pipelined.recomputed_chunk import RecomputedChunk
+from moe_jax.step.pipelined.model_chunk import ForwardResult, InputGradient, ModelChunk, RecomputedChunk
 from moe_jax.step.pipelined.stage_params import add_gradients, weights_of, zero_gradients
 from moe_jax.step.pipelined.tick_table import PASS_SCOPE, Row, TickPass, rows_of
 from moe_jax.step.scheduled.scan_residuals import BlockConsts

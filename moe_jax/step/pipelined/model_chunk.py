@@ -2,7 +2,8 @@
 step.
 
 The residuals of the forward pass are flattened into arrays, which can stay in buffers for many ticks, and restored
-later.
+later. With `schedule.remat=chunk` only the chunk's input and output are stored between the two passes, and no rows of
+other devices: the backward pass recomputes the forward pass, exchanges included, and residuals exist only during it.
 
 b sequences of one microbatch on this device, N tokens of each, D model width, m blocks with experts in the chunk, E
 experts.
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 
 from moe_jax.models.dispatchers.ragged import Overflow
 from moe_jax.models.moe import RouterStats
+from moe_jax.parallel.ordering import depend_on
 from moe_jax.parallel.trees import Tree
 from moe_jax.step.losses import ObjectiveParts, parts_of
 from moe_jax.step.pipelined.buffer_reuse import BufferSlot, assign_buffer_slots
@@ -231,3 +233,57 @@ def _waiting(tasks: Tasks) -> Tree:
     return {
         key: pullback.residuals() for key, pullback in tasks.pullbacks.waiting.items()
     }, tasks.lane_overflow.residuals()
+
+
+class RecomputedChunk:
+    """The passes of a model chunk, with the interface of `ModelChunk`. Weight gradients are never separate."""
+
+    def __init__(self, chunk: ModelChunk, x_bND: jax.ShapeDtypeStruct):
+        self._chunk = chunk
+        self.saved_shapes = [x_bND, x_bND]  # input and output
+        self.buffer_slots: list[BufferSlot] = []
+        self.buffered_shapes: list[jax.ShapeDtypeStruct] = []
+
+    @property
+    def dims(self) -> StepDims:
+        return self._chunk.dims
+
+    def forward(self, x_bND: jax.Array, consts: BlockConsts) -> ForwardResult:
+        """Run the forward pass."""
+        return _store_ends(x_bND, self._chunk.forward(x_bND, consts))
+
+    def output(self, consts: BlockConsts, residuals: Sequence[jax.Array]) -> jax.Array:
+        """Return the residual stream after the chunk."""
+        return residuals[1]
+
+    def backward(self, dx_bND: jax.Array, consts: BlockConsts, residuals: Sequence[jax.Array]) -> Backward:
+        """Recompute the forward pass, and run the backward pass."""
+        return self._chunk.backward(dx_bND, consts, self._recompute(consts, residuals).residuals)
+
+    def together(
+        self,
+        x_bND: jax.Array,
+        forward_consts: BlockConsts,
+        dx_bND: jax.Array,
+        backward_consts: BlockConsts,
+        residuals: Sequence[jax.Array],
+    ) -> tuple[ForwardResult, Backward | InputGradient]:
+        """Recompute one microbatch's forward pass, and then run its backward pass concurrently with another
+        microbatch's forward pass.
+        """
+        recomputed = self._recompute(backward_consts, residuals)
+        # so that the exchanges of both forward passes have the same order on all ranks
+        next_bND = depend_on(x_bND, recomputed.x_bND, self.dims.compute.platform)
+        forward, backward = self._chunk.together(
+            next_bND, forward_consts, dx_bND, backward_consts, recomputed.residuals
+        )
+        return _store_ends(x_bND, forward), backward
+
+    def _recompute(self, consts: BlockConsts, residuals: Sequence[jax.Array]) -> ForwardResult:
+        with jax.named_scope("recompute"):
+            return self._chunk.forward(residuals[0], consts)
+
+
+def _store_ends(x_bND: jax.Array, done: ForwardResult) -> ForwardResult:
+    """Replace the residuals of a forward pass by its input and output."""
+    return done._replace(residuals=[x_bND, done.x_bND])

@@ -25,10 +25,9 @@ from moe_jax.parallel.zero import no_cuts
 from moe_jax.plan.costs import order_times
 from moe_jax.plan.measured import read_times
 from moe_jax.plan.param_gathers import gathered_bytes
-from moe_jax.plan.step_shape import step_shape
 from moe_jax.plan.task_times import TaskStage
 from moe_jax.schedule.actions import is_reduction, two_streams
-from moe_jax.schedule.build import make_schedule
+from moe_jax.schedule.build import make_schedule, step_shape
 from moe_jax.schedule.dependencies import check
 from moe_jax.schedule.scanned import ScannedBlocks, ScannedSchedule, make_scanned
 from moe_jax.schedule.schedule import Schedule

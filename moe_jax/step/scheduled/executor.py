@@ -33,9 +33,8 @@ from moe_jax.parallel.ordering import depend_on
 from moe_jax.parallel.sequence_shards import OwnTokens
 from moe_jax.parallel.trees import Params, Tree
 from moe_jax.schedule.actions import Action
-from moe_jax.step.scheduled.expert_weight_casts import ExpertWeights
 from moe_jax.step.scheduled.issue_order import IssueOrder
-from moe_jax.step.scheduled.lane_overflow import LaneOverflow
+from moe_jax.step.scheduled.lane_overflow import ExpertWeights, LaneOverflow
 from moe_jax.step.scheduled.param_gathering import ParamGathering, but_experts
 from moe_jax.step.scheduled.pullbacks import Pullbacks
 from moe_jax.step.scheduled.scan_residuals import BlockConsts
