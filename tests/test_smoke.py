@@ -1,7 +1,7 @@
-"""What a user types: the real command with the config that the README trains, its model and its defaults.
+"""What a user types: the real command with the config that the README trains, cut to two blocks, and its defaults.
 
 Runs of one mesh compute the same function, whatever their schedule and exchange: their losses are held against those of
-the plain step there.
+the plain step there. All have eight devices, so that they share what they compile besides their step.
 """
 
 import os
@@ -16,26 +16,27 @@ from moe_jax.telemetry.run_log import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 3
+SMALLER = "mesh.cpu_devices=8 model.num_layers=2 data.seq_len=64"
 RUNS = {
     "data and expert ranks": (
-        "mesh.cpu_devices=8 mesh.data=2 mesh.expert=4 train.batch_size=32",
+        "mesh.data=2 mesh.expert=4 train.batch_size=32",
         [
-            "schedule.policy=unified schedule.microbatches=4 exchange.algorithm=hier_2d exchange.ranks_per_node=2",
+            "schedule.policy=unified schedule.microbatches=2 exchange.algorithm=hier_2d exchange.ranks_per_node=2",
             "schedule.policy=unified schedule.microbatches=2 exchange.algorithm=ring exchange.reduction=ring",
             "schedule.policy=expert_pipeline schedule.microbatches=2 exchange.algorithm=halo exchange.ranks_per_node=2 "
             "schedule.weight_grad=greedy schedule.grad_reduce=bucketed schedule.bucket_cap_mb=1",
         ],
     ),
     "context and expert ranks": (
-        "mesh.cpu_devices=8 mesh.data=1 mesh.context=2 mesh.expert=4",
+        "mesh.data=1 mesh.context=2 mesh.expert=4",
         ["schedule.policy=unified schedule.microbatches=2"],
     ),
     "context ranks, a batch in parts": (
-        "mesh.cpu_devices=2 mesh.context=2 train.grad_accumulation=2",
+        "mesh.data=4 mesh.context=2 train.grad_accumulation=2",
         ["schedule.policy=unified schedule.microbatches=2"],
     ),
     "pipeline stages": (
-        "mesh.cpu_devices=4 mesh.data=1 mesh.pipeline=2 mesh.expert=2 train.grad_accumulation=4",
+        "mesh.data=2 mesh.pipeline=2 mesh.expert=2 train.batch_size=32 train.grad_accumulation=4",
         ["schedule.pipeline=zero_bubble schedule.policy=unified schedule.microbatches=2"],
     ),
 }
@@ -45,7 +46,8 @@ def losses_of(settings: str, folder: Path) -> np.ndarray:
     """Of each step. A process of its own, with nothing of this one's environment but where programs are kept."""
     ours = ("XLA_FLAGS", "PJRT_NPROC", "JAX_PLATFORMS")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
-    given = f"train.steps={STEPS} optimizer.warmup_steps=2 log.every=1 log.dir={folder} train.eval_batches=1 {settings}"
+    given = f"train.steps={STEPS} optimizer.warmup_steps=2 log.every=1 log.dir={folder} train.eval_batches=1"
+    given = f"{given} {SMALLER} {settings}"
     command = [sys.executable, "-m", "moe_jax.train", "--config", "configs/shakespeare_cpu.yaml", *given.split()]
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, f"{settings}: exit code {ended.returncode}, {ended.stderr[-2000:]}"

@@ -16,6 +16,8 @@ from tests.run.test_resume import config_in, lines_of, losses_of, started, wait_
 from tests.run.whole_runs import compiled_once
 
 SETTINGS = [
+    "model.num_layers=1",
+    "model.moe.moe_layer_freq=1",
     "mesh.data=2",
     "mesh.expert=4",
     "train.batch_size=16",

@@ -28,7 +28,7 @@ CHUNKED += [
     "model.vocab_size=256",
 ]
 pytestmark = pytest.mark.usefixtures("exact")  # whatever the chunks, losses are the same bit for bit
-EIGHT = [*CHUNKED, "mesh.data=2", "mesh.expert=4", "train.batch_size=16", "schedule.bucket_cap_mb=0.001"]
+EIGHT = [*CHUNKED, "mesh.data=2", "mesh.expert=4", "train.batch_size=16", "schedule.bucket_cap_mb=0.02"]
 TUNED = ["tune.over=[bucket_cap_mb]", "tune.samples=2", "tune.iterations=4", "tune.band=1e9", "train.steps=100000"]
 
 
@@ -67,10 +67,10 @@ def test_a_run_tunes_itself_without_another_loss_and_keeps_what_it_found(tmp_pat
     config = config_in(tuned, *EIGHT, *TUNED)
     train(config)
     tried, (chosen,) = records_of(tuned, "tried"), records_of(tuned, "chosen")
-    assert tried[0]["tried_bucket_cap_mb"] == 0.001 != tried[1]["tried_bucket_cap_mb"]
+    assert tried[0]["tried_bucket_cap_mb"] == 0.02 != tried[1]["tried_bucket_cap_mb"]
     assert chosen["chosen_step_s"] == min(record["tried_step_s"] for record in tried)
     said = capsys.readouterr().out
-    begun = re.search(r"(\d+ choices), beginning with schedule.bucket_cap_mb=0.001\n", said)
+    begun = re.search(r"(\d+ choices), beginning with schedule.bucket_cap_mb=0.02\n", said)
     assert begun
     assert said.count("per step (sample ") == 2
     assert (
@@ -105,8 +105,8 @@ def test_a_choice_that_cannot_be_compiled_is_told_and_left_out(tmp_path, monkeyp
     monkeypatch.setattr(tuning, "make_trainer", lambda *given: dataclasses.replace(make_trainer(*given), step=Broken()))
     train(config_in(tmp_path, *EIGHT, *TUNED))
     assert capsys.readouterr().out.count(" cannot be compiled, out of memory\n") == 1
-    assert [record["tried_bucket_cap_mb"] for record in records_of(tmp_path, "tried")] == [0.001]
-    assert [record["chosen_bucket_cap_mb"] for record in records_of(tmp_path, "chosen")] == [0.001]
+    assert [record["tried_bucket_cap_mb"] for record in records_of(tmp_path, "tried")] == [0.02]
+    assert [record["chosen_bucket_cap_mb"] for record in records_of(tmp_path, "chosen")] == [0.02]
 
 
 def test_a_run_that_ends_before_its_search_says_so_and_goes_on_with_it(tmp_path, capsys):
@@ -138,7 +138,7 @@ def test_two_processes_change_their_step_together(tmp_path):
     tuned, plain = tmp_path / "tuned", tmp_path / "plain"
     for folder in (tuned, plain):
         folder.mkdir()
-    two = [*CHUNKED, "mesh.cpu_devices=2", "mesh.data=1", "mesh.expert=2", "schedule.bucket_cap_mb=0.002"]
+    two = [*CHUNKED, "mesh.cpu_devices=2", "mesh.data=1", "mesh.expert=2", "schedule.bucket_cap_mb=0.02"]
     two += ["exchange.algorithm=background", "exchange.reduction=background"]
     launch = ["moe_jax.launch", "--processes", "2", "--grace=60"]
     with started(tuned, *launch, *two, *TUNED) as process:
