@@ -8,6 +8,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations, product
+from pathlib import Path
 from typing import Any
 
 from moe_jax.config import Config
@@ -15,6 +16,7 @@ from moe_jax.errors import ConfigError
 from tests.pairwise import Case, covering
 from tests.step.one_step import assert_is_the_references_step, config_of_settings
 
+FOLDER = Path(__file__).parent
 Pairs = Sequence[Mapping[str, tuple[str, ...] | str]]
 
 
@@ -30,8 +32,7 @@ class Array:
     companions: Mapping[str, Case] = dataclasses.field(default_factory=dict)
     # of values that round to fewer digits: how far from the reference that leads, see `one_step.py`
     rounding: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
-    seed: int = 0  # of `covering`
-    late: tuple[str, ...] = ()  # values that came later: the cases without them stay as they were
+    table: str = ""  # file beside this one with the cases: values by factors, which `fewer_cases.py` writes
     further: Callable[[Case], str] = lambda case: ""  # settings that depend on several factors
 
     @functools.cached_property
@@ -39,11 +40,10 @@ class Array:
         return {factor: next(iter(values)) for factor, values in self.factors.items()}
 
     @functools.cached_property
-    def cases(self) -> list[dict[str, str]]:
+    def cases(self) -> list[Case]:
+        """Those of the table, and more for pairs that these lack, such as those of a new value."""
         factors = {name: list(values) for name, values in self.factors.items()}
-        first = {name: [each for each in values if each not in self.late] for name, values in factors.items()}
-        known = covering(first, lambda pair: bool(self.refusal(pair)), seed=self.seed)
-        return covering(factors, lambda pair: bool(self.refusal(pair)), seed=self.seed, known=known)
+        return covering(factors, lambda pair: bool(self.refusal(pair)), known=read_table(self))
 
     def refusal(self, case: Case) -> str | None:
         """Why settings do not go together, or None."""
@@ -113,6 +113,23 @@ class Array:
         except ConfigError:
             return True
         return False
+
+
+def read_table(array: Array) -> list[Case]:
+    """The cases of its table; a factor that came later has its default there, and a case with a value gone is none."""
+    names, *rows = [line.split() for line in (FOLDER / array.table).read_text().splitlines()]
+    cases = [array.defaults | dict(zip(names, row, strict=True)) for row in rows]
+    return [
+        {name: case[name] for name in array.factors}
+        for case in cases
+        if all(value in array.factors.get(name, ()) for name, value in case.items()) and array.refusal(case) is None
+    ]
+
+
+def write_table(array: Array, cases: Sequence[Case]) -> None:
+    """A line of the factors' names, and one for each case."""
+    lines = [list(array.factors), *(list(case.values()) for case in cases)]
+    (FOLDER / array.table).write_text("".join(" ".join(line) + "\n" for line in lines))
 
 
 _searched: list[Case] = []

@@ -184,6 +184,6 @@ ARRAY = Array(
     IDLE,
     REFUSED_BY_ALL,
     COMPANIONS,
-    late=("zero3", "zero3_block", "e2t2_whole", "mtp"),
+    table="step_cases.txt",
     rounding={"hooks": {"bf16": 1.0, "fp8": 1.0}, "dtype": {"bfloat16": 1.0}, "products": {"fp8_products": 0.05}},
 )
