@@ -1,7 +1,8 @@
 """Make the table of an array's cases anew, by simulated annealing: python -m tests.step.fewer_cases {step,pipeline}
 
-Takes the cases that the array has and tries, until SECONDS are over, to do with one less. Then it replaces values by
-the usual ones, whose programs are smaller, where no pair is lost by that. Writes step_cases.txt or pipeline_cases.txt.
+Takes the cases that the array has and tries, until --seconds are over, to do with one less. Then it replaces values by
+earlier ones of their factors, whose programs tend to be smaller, where no pair is lost by that. Writes step_cases.txt
+or pipeline_cases.txt.
 """
 
 import argparse
@@ -98,9 +99,9 @@ class Search:
             self.set(row, item)
         fixed = [self.factor[item] for item in pair]
         for own in range(len(row)):
-            if own not in fixed and any(self.is_bad[row[own]][other] for other in row):
-                if fitting := [i for i in self.items[own] if self._fits(i, row)]:
-                    self.set(row, self.draw.choice(fitting))
+            fitting = [i for i in self.items[own] if self._fits(i, row)]
+            if own not in fixed and row[own] not in fitting and fitting:
+                self.set(row, self.draw.choice(fitting))
         more = len(self.missing) - before
         fits = all(self._fits(item, row) for item in row)
         if not fits or (more > 0 and self.draw.random() > math.exp(-more / temperature)):
