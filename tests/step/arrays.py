@@ -116,7 +116,7 @@ class Array:
 
 
 def read_table(array: Array) -> list[Case]:
-    """The cases of its table; a factor that came later has its default there, and a case with a value gone is none."""
+    """Return the cases of its table. Factors added since have defaults; cases with removed values are left out."""
     names, *rows = [line.split() for line in (FOLDER / array.table).read_text().splitlines()]
     cases = [array.defaults | dict(zip(names, row, strict=True)) for row in rows]
     return [

@@ -1,4 +1,4 @@
-"""Make the table of an array's cases anew, by simulated annealing: python -m tests.step.fewer_cases {step,pipeline}
+"""Rebuild the table of an array's cases by simulated annealing: python -m tests.step.fewer_cases {step,pipeline}
 
 Takes the cases that the array has and tries, until --seconds are over, to do with one less. Then it replaces values by
 earlier ones of their factors, whose programs tend to be smaller, where no pair is lost by that. Writes step_cases.txt
