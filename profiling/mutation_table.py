@@ -390,8 +390,8 @@ MUTATIONS = (
     Mutation(
         "gathered_gradients_unsummed",
         "parallel/gathered_params.py",
-        "return (own.cut.reduce_scatter(grad.astype(jnp.float32), own.platform),)",
-        "return (own.cut.local_shard(grad.astype(jnp.float32)),)",
+        "return (own.shard_spec.reduce_scatter(grad.astype(jnp.float32), own.platform),)",
+        "return (own.shard_spec.local_shard(grad.astype(jnp.float32)),)",
         "a device trains its shard of the parameters with its own tokens alone",
         ["tests/step/test_zero.py"],
     ),
@@ -949,8 +949,8 @@ MUTATIONS = (
     Mutation(
         "all_processes_read_the_same",
         "data/loader.py",
-        "_read_places(sources, orders, Places(source_B[local], number_B[local]))",
-        "_read_places(sources, orders, Places(source_B[: len(local)], number_B[: len(local)]))",
+        "_read_sequences(sources, orders, SequenceIndex(source_B[local], number_B[local]))",
+        "_read_sequences(sources, orders, SequenceIndex(source_B[: len(local)], number_B[: len(local)]))",
         "all processes train on the first one's rows",
         ["tests/data/test_loader.py"],
     ),

@@ -69,7 +69,7 @@ def _bytes(config: Config) -> dict[str, Any]:
     mover = Mover(config, trainer)
     (group,) = mover.groups
     gradient_bytes = mover.expert_bytes(group) // 3  # a move sends weights and both moments
-    sums = re.findall(r"= f32\[([\d,]+)\]\S* all-reduce(?:-start)?\([^\n]*sum_copies", step)
+    sums = re.findall(r"= f32\[([\d,]+)\]\S* all-reduce(?:-start)?\([^\n]*all_reduce_replicated_experts", step)
     return {
         "bytes_of_compiled_sums_of_copies": [4 * math.prod(map(int, shape.split(","))) for shape in sums],
         "gradient_bytes_of_an_expert": gradient_bytes,

@@ -21,7 +21,7 @@ _MOST_GROUP_BYTES = 2**28  # of the text in a row group, which is decoded as a w
 _CHANGED = "has changed since its tokens were counted: start again when nothing writes there"
 
 
-class Place(NamedTuple):
+class DocumentSpan(NamedTuple):
     """Where a document is: the first byte of its line and their number, or the number of its row and 1."""
 
     first: int
@@ -33,10 +33,10 @@ class Documents(Protocol):
 
     file: Path
 
-    def __iter__(self) -> Iterator[tuple[Place, str]]:
+    def __iter__(self) -> Iterator[tuple[DocumentSpan, str]]:
         """Yield all documents in order, each with its place."""
 
-    def read(self, place: Place) -> str:
+    def read(self, place: DocumentSpan) -> str:
         """Return the document at a place."""
 
 
@@ -59,15 +59,15 @@ class JsonDocuments:
         self._descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor)
 
-    def __iter__(self) -> Iterator[tuple[Place, str]]:
+    def __iter__(self) -> Iterator[tuple[DocumentSpan, str]]:
         first = 0
         with opened_bytes(self.file) as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip() and (text := self._text(f"{self.file}, line {number}", line)):
-                    yield Place(first, len(line)), text
+                    yield DocumentSpan(first, len(line)), text
                 first += len(line)
 
-    def read(self, place: Place) -> str:
+    def read(self, place: DocumentSpan) -> str:
         line = os.pread(self._descriptor, place.length, place.first)
         try:
             return self._text(f"{self.file}, byte {place.first}", line)
@@ -101,15 +101,15 @@ class ParquetDocuments:
                 )
         self._group = functools.lru_cache(maxsize=_CACHED_GROUPS)(self._read_group)
 
-    def __iter__(self) -> Iterator[tuple[Place, str]]:
+    def __iter__(self) -> Iterator[tuple[DocumentSpan, str]]:
         row = 0
         for number in range(len(self._ends)):
             for value in self._read_group(number).to_pylist():
                 if text := checked_text(str(self.file), self._key, value, _OPTION):
-                    yield Place(row, 1), text
+                    yield DocumentSpan(row, 1), text
                 row += 1
 
-    def read(self, place: Place) -> str:
+    def read(self, place: DocumentSpan) -> str:
         number = int(np.searchsorted(self._ends, place.first, "right"))
         with self._lock:
             group = self._group(number)

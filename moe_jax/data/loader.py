@@ -11,7 +11,7 @@ import grain
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_jax.data.mixture import Mixture, Places
+from moe_jax.data.mixture import Mixture, SequenceIndex
 from moe_jax.data.samples import Samples
 from moe_jax.data.token_marks import mark_sources
 from moe_jax.errors import DataError
@@ -36,8 +36,8 @@ def train_batches(
     local = list(itertools.chain(*rows))
 
     def read(batch: int) -> NDArray[np.int32]:
-        source_B, number_B = mixture.places(batch)
-        token_BN1 = _read_places(sources, orders, Places(source_B[local], number_B[local]))
+        source_B, number_B = mixture.sequences(batch)
+        token_BN1 = _read_sequences(sources, orders, SequenceIndex(source_B[local], number_B[local]))
         if marks_sources:
             mark_sources(token_BN1, source_B[local])
         return token_BN1
@@ -62,7 +62,7 @@ def batch_samples(sources: Sequence[Samples], mixture: Mixture, batch: int) -> l
 
     Sample n begins at token n · N, or n · (N + 1) of packed samples.
     """
-    orders, (source_B, number_B) = _orders(sources, mixture.seed), mixture.places(batch)
+    orders, (source_B, number_B) = _orders(sources, mixture.seed), mixture.sequences(batch)
     rows = zip(source_B.tolist(), number_B.tolist(), strict=True)
     return [(source, int(orders[source][number])) for source, number in rows]
 
@@ -77,14 +77,14 @@ def _orders(sources: Sequence[Samples], seed: int) -> list[grain.MapDataset[int]
     ]
 
 
-def _read_places(
-    sources: Sequence[Samples], orders: Sequence[grain.MapDataset[int]], places: Places
+def _read_sequences(
+    sources: Sequence[Samples], orders: Sequence[grain.MapDataset[int]], index: SequenceIndex
 ) -> NDArray[np.int32]:
-    """The tokens at B places of a mixture [B, N + 1]. Raises DataError."""
-    out = np.empty((len(places.source_B), sources[0].seq_len + 1), np.int32)
+    """The tokens of B sequences of a mixture [B, N + 1]. Raises DataError."""
+    out = np.empty((len(index.source_B), sources[0].seq_len + 1), np.int32)
     for source, (samples, order) in enumerate(zip(sources, orders, strict=True)):
-        is_own_B = places.source_B == source
-        out[is_own_B] = samples.read([order[number] for number in places.number_B[is_own_B].tolist()])
+        is_own_B = index.source_B == source
+        out[is_own_B] = samples.read([order[number] for number in index.number_B[is_own_B].tolist()])
     return out
 
 

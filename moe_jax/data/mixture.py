@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from moe_jax.config import DataConfig
 
 
-class Places(NamedTuple):
+class SequenceIndex(NamedTuple):
     """For each row of a batch, its source, and the number of its sequence in the infinite order of this source."""
 
     source_B: NDArray[np.int64]
@@ -53,17 +53,17 @@ class Mixture:
         ]
         return [sum(of_source) for of_source in zip(*periods, strict=True)] or [0] * len(self.changes[0][1])
 
-    def places(self, batch: int) -> Places:
-        """Return the places of the B sequences of a batch, numbered from 0."""
+    def sequences(self, batch: int) -> SequenceIndex:
+        """Return the indices of the B sequences of a batch, which is numbered from 0."""
         spans = list(zip(self.counts(batch), self.counts(batch + 1), strict=True))
         source_B = np.repeat(np.arange(len(spans)), [end - first for first, end in spans])
         number_B = np.concatenate([np.arange(first, end) for first, end in spans])
         if len(spans) == 1:
-            return Places(source_B, number_B)
+            return SequenceIndex(source_B, number_B)
         # raw random numbers, whose stream numpy keeps in all versions, unlike that of Generator.permutation
         bits = np.random.Philox(np.random.SeedSequence((self.seed, batch))).random_raw(self.batch_size)
         order = np.argsort(bits, kind="stable")
-        return Places(source_B[order], number_B[order])
+        return SequenceIndex(source_B[order], number_B[order])
 
     def weights_at(self, step: int) -> tuple[float, ...]:
         """Return the weights of the sources in a step, counted from 1."""

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from moe_jax.data.documents import Documents, Place, open_documents
+from moe_jax.data.documents import Documents, DocumentSpan, open_documents
 from moe_jax.data.encode import BATCH, Document, encode_documents
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.data.tokens import SPLITS, Meta, Split
@@ -34,7 +34,7 @@ class TextTokens:
 
     documents: Documents
     tokenizer: Tokenizer
-    place_D2: NDArray[np.int64]  # of each document: the two numbers of its Place
+    place_D2: NDArray[np.int64]  # of each document: the two numbers of its DocumentSpan
     end_D: NDArray[np.int64]  # tokens up to the end of each document
     skipped: int = 0  # characters of the first document that are of another split
     kept: int | None = None  # characters of the last document that are of this split; None: all
@@ -69,7 +69,10 @@ class TextTokens:
         return int(self.end_D[number - 1]) if number else 0
 
     def _document(self, number: int) -> Document:
-        text, is_last = self.documents.read(Place(*self.place_D2[number].tolist())), number == len(self.end_D) - 1
+        text, is_last = (
+            self.documents.read(DocumentSpan(*self.place_D2[number].tolist())),
+            number == len(self.end_D) - 1,
+        )
         if is_last and self.kept is not None:
             return text[: self.kept], False
         return (text[self.skipped :] if number == 0 else text), True
@@ -194,7 +197,9 @@ def _count(documents: Documents, settings: TextSettings) -> _Index:
     return _Index(train, validation, cut)
 
 
-def _with_parts(documents: Documents, num_train: int, characters: int) -> Iterator[tuple[Place, dict[Split, Document]]]:
+def _with_parts(
+    documents: Documents, num_train: int, characters: int
+) -> Iterator[tuple[DocumentSpan, dict[Split, Document]]]:
     """Yield each document's place, and its text by split: the one at the boundary is in both."""
     position = 0
     with tqdm(total=characters, unit="char", unit_scale=True, disable=None) as bar:
@@ -215,14 +220,14 @@ class _Counter:
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer, self._dtype = tokenizer, np.min_scalar_type(tokenizer.vocab_size - 1).newbyteorder("<")
-        self._places: list[Place] = []
+        self._spans: list[DocumentSpan] = []
         self._counts: list[int] = []
         self._waiting: list[Document] = []
         self._size = self._crc32 = 0
 
-    def add(self, place: Place, document: Document) -> None:
+    def add(self, place: DocumentSpan, document: Document) -> None:
         """Count a document, now or with later ones."""
-        self._places.append(place)
+        self._spans.append(place)
         self._waiting.append(document)
         self._size += len(document[0])
         if self._size >= BATCH:
@@ -231,7 +236,7 @@ class _Counter:
     def part(self) -> _Part:
         """Return the index of all documents that were added."""
         self._encode()
-        places, ends = np.array(self._places, np.int64).reshape(-1, 2), np.cumsum(self._counts, dtype=np.int64)
+        places, ends = np.array(self._spans, np.int64).reshape(-1, 2), np.cumsum(self._counts, dtype=np.int64)
         return _Part(places, ends, np.array(self._crc32))
 
     def _encode(self) -> None:

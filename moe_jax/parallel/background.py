@@ -105,14 +105,14 @@ class Engine:
         self._reducers = {device: JobThread() for device in self._senders}
         self._results: dict[int, Callable[[], np.ndarray]] = {}
         self._numbers: dict[tuple[int, int], Iterator[int]] = {}
-        self._tickets = itertools.count()
+        self._handles = itertools.count()
 
     def start(
         self, kind: Kind, device: int, group_P: tuple[int, ...], channel: int, x: np.ndarray, part: CollectiveShare
     ) -> int:
         """Start a collective of `x` and return its handle. The caller may change `x` afterwards."""
         number = next(self._numbers.setdefault((device, channel), itertools.count()))
-        member, handle = Member(kind, device, group_P, channel, number % 2**31), next(self._tickets) % 2**31
+        member, handle = Member(kind, device, group_P, channel, number % 2**31), next(self._handles) % 2**31
         with jax.profiler.TraceAnnotation(STARTED, collective=_key(member, "block", device, device).trace):
             result = self._start(member, x, part)
         if not part.receives:

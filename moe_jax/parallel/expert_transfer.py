@@ -181,7 +181,7 @@ def all_reduce_replicated_experts(
         total = jax.lax.psum(jnp.where(is_here, own, 0), axis)
         return write_expert(leaves, row, slot, jnp.where(is_here, total, own))
 
-    with jax.named_scope("sum_copies"):
+    with jax.named_scope("all_reduce_replicated_experts"):
         count = jnp.sum(has_copies_RE)
         return jax.lax.fori_loop(
             0, depend_on_all(count, others, platform) if platform == "cpu" else count, sum_one, leaves

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Num
 
 from moe_jax.parallel.sharding import Dims, is_matrix, map_dims
-from moe_jax.parallel.trees import Cuts, Gathers, ParamDims
+from moe_jax.parallel.trees import Gathers, ParamDims, ShardSpecs
 from moe_jax.parallel.zero import ShardSpec, all_gather_in_order, ranks_of
 
 _ACTIVATIONS = (("context",), ("tensor",))  # axes of other gathers
@@ -27,27 +27,27 @@ _SMALL_BYTES = 2**22  # of a whole array: smaller ones share a gather
 
 @dataclass(frozen=True)
 class ParamGather:
-    """How one parameter is gathered. Without axes in `cut` every device has the whole parameter."""
+    """How one parameter is gathered. Without axes in `shard_spec` every device has the whole parameter."""
 
-    cut: ShardSpec
+    shard_spec: ShardSpec
     dtype: str  # of the gathered array
     platform: str
 
     def unstacked(self) -> "ParamGather":
         """Return the same for one array of a stack."""
-        return replace(self, cut=self.cut.unstacked())
+        return replace(self, shard_spec=self.shard_spec.unstacked())
 
     def gather(self, shard: jax.Array) -> jax.Array:
         """Return the whole array."""
-        return self.cut.all_gather(self.cast(shard), self.platform)
+        return self.shard_spec.all_gather(self.cast(shard), self.platform)
 
     def cast(self, shard: jax.Array) -> jax.Array:
         """Return a shard in the type that is gathered."""
-        return shard.astype(self.dtype) if self.cut.axes else shard
+        return shard.astype(self.dtype) if self.shard_spec.axes else shard
 
     def __call__(self, shard: jax.Array) -> jax.Array:
-        """Return the whole array. Its gradient is reduce-scattered: this device's shard of the sum over `cut.axes`."""
-        return _gather(self, shard) if self.cut.axes else shard
+        """Return the whole array. Its gradient is reduce-scattered over `shard_spec.axes`."""
+        return _gather(self, shard) if self.shard_spec.axes else shard
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -60,7 +60,7 @@ def _gather_forward(own: ParamGather, shard: jax.Array) -> tuple[jax.Array, None
 
 
 def _gather_backward(own: ParamGather, _: None, grad: jax.Array) -> tuple[jax.Array]:
-    return (own.cut.reduce_scatter(grad.astype(jnp.float32), own.platform),)
+    return (own.shard_spec.reduce_scatter(grad.astype(jnp.float32), own.platform),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
@@ -75,7 +75,9 @@ def save_all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
     return primitive.name != "all_gather" or params["axis_name"] in _ACTIVATIONS
 
 
-def gathers_of(cuts: Cuts, dims: ParamDims, compute_dtype: str, platform: str, *, experts_in_float32: bool) -> Gathers:
+def gathers_of(
+    shard_specs: ShardSpecs, dims: ParamDims, compute_dtype: str, platform: str, *, experts_in_float32: bool
+) -> Gathers:
     """Return a `ParamGather` for each parameter.
 
     Matrices of blocks are gathered in the compute type, but not routers. The embedding and the head are gathered in
@@ -87,14 +89,14 @@ def gathers_of(cuts: Cuts, dims: ParamDims, compute_dtype: str, platform: str, *
         return compute_dtype if "layers" in dims and is_matrix(dims) and not wide else "float32"
 
     dtypes = map_dims(dtype, dims)
-    found: Gathers = jax.tree.map(lambda cut, own: ParamGather(cut, own, platform), cuts, dtypes)
+    found: Gathers = jax.tree.map(lambda shard_spec, own: ParamGather(shard_spec, own, platform), shard_specs, dtypes)
     return found
 
 
 def gather_in_order(gathers: Sequence[ParamGather], shards: Sequence[jax.Array]) -> list[jax.Array]:
     """Return whole arrays, gathered one after another."""
     casted = [own.cast(shard) for own, shard in zip(gathers, shards, strict=True)]
-    return all_gather_in_order([own.cut for own in gathers], casted, gathers[0].platform)
+    return all_gather_in_order([own.shard_spec for own in gathers], casted, gathers[0].platform)
 
 
 def gathered_together(gathers: Sequence[ParamGather], shards: Sequence[jax.Array]) -> list[tuple[int, ...]]:
@@ -104,9 +106,9 @@ def gathered_together(gathers: Sequence[ParamGather], shards: Sequence[jax.Array
     """
     groups: dict[tuple[object, ...], list[int]] = {}
     for number, (own, shard) in enumerate(zip(gathers, shards, strict=True)):
-        if own.cut.axes:
-            whole_bytes = ranks_of(own.cut.axes) * shard.size * jnp.dtype(own.dtype).itemsize
-            key = (own.cut.axes, own.dtype) if whole_bytes < _SMALL_BYTES else (number,)
+        if own.shard_spec.axes:
+            whole_bytes = ranks_of(own.shard_spec.axes) * shard.size * jnp.dtype(own.dtype).itemsize
+            key = (own.shard_spec.axes, own.dtype) if whole_bytes < _SMALL_BYTES else (number,)
             groups.setdefault(key, []).append(number)
     return [tuple(numbers) for numbers in groups.values()]
 
@@ -120,8 +122,8 @@ def gather_flat(
     gathers: Sequence[ParamGather], flat_n: Num[Array, " n"], shapes: Sequence[tuple[int, ...]]
 ) -> list[jax.Array]:
     """Return whole arrays, from this device's `flat_shards` of them. `shapes` are those of the shards."""
-    axes, platform = gathers[0].cut.axes, gathers[0].platform
+    axes, platform = gathers[0].shard_spec.axes, gathers[0].platform
     rank_Pn = ShardSpec(0, axes).all_gather(flat_n, platform).reshape(ranks_of(axes), -1)
     ends = list(itertools.accumulate(map(math.prod, shapes)))
     parts = jnp.split(rank_Pn, ends[:-1], axis=1)
-    return [own.cut.from_ranks(part, shape) for own, part, shape in zip(gathers, parts, shapes, strict=True)]
+    return [own.shard_spec.from_ranks(part, shape) for own, part, shape in zip(gathers, parts, shapes, strict=True)]

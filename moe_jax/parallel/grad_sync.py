@@ -15,10 +15,10 @@ from moe_jax.parallel.trees import Tree
 from moe_jax.parallel.zero import ShardSpec
 
 
-def sync_gradients(grads: Tree, specs: Tree, cuts: Tree, platform: str) -> Tree:
+def sync_gradients(grads: Tree, specs: Tree, shard_specs: Tree, platform: str) -> Tree:
     """Sum each gradient over the token and pipeline axes on which its parameter is replicated.
 
-    `cuts` holds a `ShardSpec` for each parameter: a gradient that is sharded over some of these axes is
+    `shard_specs` holds a `ShardSpec` for each parameter: a gradient that is sharded over some of these axes is
     reduce-scattered, so that a device gets only the sum of its own shard.
 
     A device's gradient covers its own tokens. The parameters of an expert are on one expert rank, whose gradient
@@ -27,14 +27,14 @@ def sync_gradients(grads: Tree, specs: Tree, cuts: Tree, platform: str) -> Tree:
     used by one or two pipeline stages; the gradient of the other stages is 0.
     """
 
-    def sync(grad: jax.Array, spec: jax.sharding.PartitionSpec, cut: ShardSpec) -> jax.Array:
-        sharded = sharded_axes(spec) | {*cut.axes}
+    def sync(grad: jax.Array, spec: jax.sharding.PartitionSpec, shard_spec: ShardSpec) -> jax.Array:
+        sharded = sharded_axes(spec) | {*shard_spec.axes}
         axes = tuple(axis for axis in (*TOKEN_AXES, Axis.PIPELINE) if axis not in sharded)
         with jax.named_scope("grad_reduce"):
-            own = cut.reduce_scatter(grad, platform)
+            own = shard_spec.reduce_scatter(grad, platform)
             return jax.lax.psum(own, axes) if axes else own
 
-    return jax.tree.map(sync, grads, specs, cuts)
+    return jax.tree.map(sync, grads, specs, shard_specs)
 
 
 class Experts(NamedTuple):

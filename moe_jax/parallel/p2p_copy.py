@@ -24,7 +24,7 @@ def p2p_copy_shards(shardings: Sequence[NamedSharding], pairs: Sequence[Pairs]) 
     specs = [sharding.spec for sharding in shardings]
 
     def send(arrays: list[jax.Array]) -> list[jax.Array]:
-        with jax.named_scope("send_pieces"):
+        with jax.named_scope("p2p_copy_shards"):
             return [permuted(x, mesh.axis_names, x_pairs) for x, x_pairs in zip(arrays, pairs, strict=True)]
 
     mesh = shardings[0].mesh
@@ -35,7 +35,7 @@ def checksum_words(mesh: Mesh) -> Wrapped:
     """Return a program that sums integers [D, words] over all devices; each device gets [words]."""
 
     def add(words: jax.Array) -> jax.Array:
-        with jax.named_scope("sum_words"):
+        with jax.named_scope("checksum_words"):
             return jax.lax.psum(words[0], mesh.axis_names)
 
     return jax.jit(jax.shard_map(add, mesh=mesh, in_specs=by_device(mesh).spec, out_specs=REPLICATED, check_vma=False))

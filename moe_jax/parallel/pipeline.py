@@ -45,11 +45,11 @@ def start_transfer(x: Shaped[Array, "..."], kind: Literal["to_next", "to_previou
     """
     with jax.named_scope(f"{kind}_stage"):
         if jax.lax.axis_size(Axis.PIPELINE) == 1:
-            return no_ticket()
+            return no_handle()
         return background.start(x, kind, (Axis.PIPELINE,), part_2)
 
 
-def no_ticket() -> Int[Array, ""]:
+def no_handle() -> Int[Array, ""]:
     """Return the handle of no transfer. Receiving it returns zeros."""
     return jnp.int32(background.NOTHING)
 

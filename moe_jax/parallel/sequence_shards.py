@@ -13,16 +13,16 @@ from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.tensor_axis import own_share
 
 
-class OwnTokens(NamedTuple):
+class LocalTokens(NamedTuple):
     """n = N/(C·t) tokens of each sequence, and for each the token that follows it."""
 
     input_Bn: Int[Array, "B n"]
     target_Bn: Int[Array, "B n"]
 
 
-def local_tokens(token_BN1: Int[Array, "B N1"]) -> OwnTokens:
+def local_tokens(token_BN1: Int[Array, "B N1"]) -> LocalTokens:
     """Return the tokens of this device out of whole sequences [B, N + 1] with the token that follows each."""
-    return OwnTokens(local_shard(token_BN1[:, :-1]), local_shard(token_BN1[:, 1:]))
+    return LocalTokens(local_shard(token_BN1[:, :-1]), local_shard(token_BN1[:, 1:]))
 
 
 def local_shard(x_BN: Shaped[Array, "B N"]) -> Shaped[Array, "B n"]:

@@ -11,5 +11,5 @@ Params: TypeAlias = dict[str, Any]  # arrays; inside `shard_map` the shards of t
 Grads: TypeAlias = dict[str, Any]  # arrays like the parameters; with `optimizer.zero` this device's shard of each
 ParamDims: TypeAlias = dict[str, Any]  # names of each parameter's dimensions
 Specs: TypeAlias = dict[str, Any]  # a PartitionSpec of each parameter
-Cuts: TypeAlias = dict[str, Any]  # a `zero.ShardSpec` of each parameter
+ShardSpecs: TypeAlias = dict[str, Any]  # a `zero.ShardSpec` of each parameter
 Gathers: TypeAlias = dict[str, Any]  # a `gathered_params.ParamGather` of each parameter

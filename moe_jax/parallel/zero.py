@@ -98,7 +98,9 @@ def ranks_of(axes: tuple[Axis, ...]) -> int:
     return math.prod(jax.lax.axis_size(axis) for axis in axes)
 
 
-def cuts_of(shapes: Tree, specs: Tree, mesh_shape: Mapping[str, int], axes: Collection[str] = TOKEN_AXES) -> Tree:
+def shard_specs_of(
+    shapes: Tree, specs: Tree, mesh_shape: Mapping[str, int], axes: Collection[str] = TOKEN_AXES
+) -> Tree:
     """Return a ShardSpec for each parameter: a dimension that no mesh axis shards, over as many devices as divide it.
 
     The stacked dimension of blocks belongs to the pipeline axis: each block is sharded on its own. `axes`: those that
@@ -107,38 +109,40 @@ def cuts_of(shapes: Tree, specs: Tree, mesh_shape: Mapping[str, int], axes: Coll
     return jax.tree.map(lambda shape, spec: _shard_spec_of(shape.shape, spec, mesh_shape, axes), shapes, specs)
 
 
-def no_cuts(specs: Tree) -> Tree:
+def unsharded_specs(specs: Tree) -> Tree:
     """Return the ShardSpecs of parameters that stay replicated."""
     return jax.tree.map(lambda _: ShardSpec(), specs)
 
 
-def local_shards(cuts: Tree, tree: Tree) -> Tree:
+def local_shards(shard_specs: Tree, tree: Tree) -> Tree:
     """Return this device's shards of a tree of whole arrays."""
-    return jax.tree.map(lambda cut, x: cut.local_shard(x), cuts, tree)
+    return jax.tree.map(lambda shard_spec, x: shard_spec.local_shard(x), shard_specs, tree)
 
 
-def all_gather_params(cuts: Tree, tree: Tree, platform: str) -> Tree:
+def all_gather_params(shard_specs: Tree, tree: Tree, platform: str) -> Tree:
     """All-gather a tree of shards into whole arrays, one after another."""
     leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, all_gather_in_order(jax.tree.leaves(cuts), leaves, platform))
+    return jax.tree.unflatten(structure, all_gather_in_order(jax.tree.leaves(shard_specs), leaves, platform))
 
 
-def all_gather_in_order(cuts: Sequence[ShardSpec], shards: Sequence[jax.Array], platform: str) -> list[jax.Array]:
+def all_gather_in_order(
+    shard_specs: Sequence[ShardSpec], shards: Sequence[jax.Array], platform: str
+) -> list[jax.Array]:
     """All-gather shards into whole arrays, one after another.
 
     Without this order compilers combine the collectives and assemble the pieces in other memory.
     """
     whole, before = list(shards), None
-    for i, cut in enumerate(cuts):
-        if cut.axes:
+    for i, shard_spec in enumerate(shard_specs):
+        if shard_spec.axes:
             shard = whole[i] if before is None else depend_on(whole[i], before, platform)
-            whole[i] = before = cut.all_gather(shard, platform)
+            whole[i] = before = shard_spec.all_gather(shard, platform)
     return whole
 
 
-def shard_partition_specs(cuts: Tree, specs: Tree) -> Tree:
+def shard_partition_specs(shard_specs: Tree, specs: Tree) -> Tree:
     """Return the shardings of a tree of shards."""
-    return jax.tree.map(lambda cut, spec: cut.spec(spec), cuts, specs)
+    return jax.tree.map(lambda shard_spec, spec: shard_spec.spec(spec), shard_specs, specs)
 
 
 def _shard_spec_of(

@@ -65,7 +65,7 @@ class DeviceSizes:
     item: int  # bytes of a number in the compute dtype
     sequences: float
     tokens: float
-    own_tokens: float
+    local_tokens: float
     length: int  # tokens of a sequence on this context rank
     keys: int  # tokens of a sequence whose keys this rank stores
     tile: int | None  # tokens of a tile of queries or keys in attention; None: it has no tiles
@@ -97,7 +97,7 @@ def sizes_of(config: Config, platform: str, mesh: Mapping[str, int]) -> DeviceSi
         item=ITEM_BYTES[config.train.compute_dtype],
         sequences=sequences,
         tokens=sequences * length,
-        own_tokens=sequences * length / tensor,
+        local_tokens=sequences * length / tensor,
         length=length,
         keys=length if ring else config.data.seq_len,
         tile=attention_tile(config, kernel, mesh["context"]),
@@ -206,7 +206,7 @@ def _mlps(model: ModelConfig, kind: str) -> list[int]:
 
 def stored_bytes(sizes: DeviceSizes, model: ModelConfig, kind: str, mode: Mode, remat_unit: RematUnit) -> float:
     """Bytes that a block of this kind, `dense` or `moe`, stores for its backward pass."""
-    moe, item, own, gathered = model.moe, sizes.item, sizes.own_tokens, sizes.tokens - sizes.own_tokens
+    moe, item, own, gathered = model.moe, sizes.item, sizes.local_tokens, sizes.tokens - sizes.local_tokens
     stream, stream_32 = own * model.hidden_size * item, own * model.hidden_size * 4
     query = sizes.tokens * sizes.heads * model.qk_width
     key = sizes.tokens * sizes.kv_heads * (model.qk_width + model.v_width) / 2  # and value, on average
@@ -266,7 +266,7 @@ def _latent_bytes(sizes: DeviceSizes, model: ModelConfig, mode: Mode) -> float:
 
     Latents are gathered instead of the block's input, and they travel around a ring instead of keys and values.
     """
-    latent, item, own = model.latent, sizes.item, sizes.own_tokens
+    latent, item, own = model.latent, sizes.item, sizes.local_tokens
     if latent.kv_lora_rank is None or mode == "full":
         return 0.0
     query_width, gathers = latent.q_lora_rank or model.hidden_size, sizes.tokens > own
@@ -312,9 +312,11 @@ def deferred_bytes(sizes: DeviceSizes, model: ModelConfig, kind: str, mode: Mode
     moe, counts, computed = model.moe, _DEFERRED[mode], sizes.rows.computed if kind == "moe" else 0
     mlps = _mlps(model, kind)
     hidden = sizes.tokens * sum(mlps) / sizes.tensor + computed * moe.intermediate_size / sizes.expert_tensor
-    rows = model.hidden_size * (sizes.own_tokens * len(mlps) + computed)
+    rows = model.hidden_size * (sizes.local_tokens * len(mlps) + computed)
     pairs = 0 if sizes.tile else sizes.pairs
     numbers = counts.queries * sizes.tokens * sizes.heads * model.qk_width + counts.hidden * hidden + counts.rows * rows
-    deferred = 4 * counts.float32 * sizes.own_tokens * model.hidden_size + sizes.item * (numbers + counts.pairs * pairs)
+    deferred = 4 * counts.float32 * sizes.local_tokens * model.hidden_size + sizes.item * (
+        numbers + counts.pairs * pairs
+    )
     reused = 4 * pairs if mode == "least" else stored_bytes(sizes, model, kind, mode, "task")
     return max(0.0, deferred - reused)

@@ -21,7 +21,7 @@ class CutAxis(StrEnum):
     HEADS = "heads"
     FEATURES = "features"
     SLOTS = "slots"  # of every expert
-    IRREGULAR = "irregular"  # rows by their source sequences; an expert may have any number of them
+    RAGGED = "ragged"  # rows by their source sequences; an expert may have any number of them
 
 
 class Op(NamedTuple):
@@ -62,7 +62,7 @@ _WHOLE, _SEQUENCES, _TOKENS, _HEADS, _FEATURES = (
     CutAxis.HEADS,
     CutAxis.FEATURES,
 )
-_ROWS = (CutAxis.SLOTS, CutAxis.IRREGULAR)
+_ROWS = (CutAxis.SLOTS, CutAxis.RAGGED)
 
 
 def forward_ops(model: ModelConfig, kinds: Sequence[str]) -> tuple[Op, ...]:
@@ -95,7 +95,7 @@ def _block(model: ModelConfig, kind: str, block: int) -> Iterator[Op]:
         yield op("dispatch", "rows", "received", *_all(2, *_ROWS), task="dispatch")
         yield op("expert", "received", "made", *_all(2, *_ROWS), task="expert")
         yield op("combine", "made", "returned", *_all(2, *_ROWS), task="combine")
-        yield op("unpermute", "returned choice", "w", (CutAxis.IRREGULAR, _SEQUENCES, _SEQUENCES))
+        yield op("unpermute", "returned choice", "w", (CutAxis.RAGGED, _SEQUENCES, _SEQUENCES))
     added = "y" + " m" * has_mlp + " w" * (kind == "moe")
     yield op("residual", added, "next", *_all(len(added.split()) + 1, _SEQUENCES, _TOKENS, _FEATURES))
 

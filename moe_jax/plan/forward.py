@@ -157,7 +157,7 @@ def _allowed(step: Step, parts: int) -> list[CutAxis]:
     """The axes that can be split into this many equal parts; slots are split as equally as possible."""
     sizes = {
         CutAxis.SEQUENCES: step.sequences,
-        CutAxis.IRREGULAR: step.sequences,
+        CutAxis.RAGGED: step.sequences,
         CutAxis.TOKENS: step.config.data.seq_len,
         CutAxis.HEADS: step.config.model.num_attention_heads / step.tensor,
         CutAxis.FEATURES: step.config.model.hidden_size,

@@ -180,4 +180,4 @@ def _stored_by_mtp(config: Config, sizes: DeviceSizes) -> float:
     decoder's last block, and both joined.
     """
     width = 4 * config.model.hidden_size * config.model.num_nextn_predict_layers
-    return sizes.item * sizes.own_tokens * width
+    return sizes.item * sizes.local_tokens * width

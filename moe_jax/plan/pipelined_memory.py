@@ -33,7 +33,7 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
     params, stages = stage_parameters_of(config), Stages.of(config)
     count = params.on_device(config, mesh)
     outline = outline_of(settings.pipeline, stages.stages, parts, stages.chunks)
-    stream = sizes.item * sizes.own_tokens * model.hidden_size
+    stream = sizes.item * sizes.local_tokens * model.hidden_size
     no_mlp = _without_mlp(model)
     slot = stream + _largest(
         stages,

@@ -98,16 +98,16 @@ def head_bytes(config: Config, sizes: DeviceSizes, compiler: Compiler, mode: Mod
     """Bytes of the logits and values computed from them."""
     model = config.model
     matrix = model.vocab_size * model.hidden_size
-    chunk = logit_chunk(config, sizes.own_tokens)
+    chunk = logit_chunk(config, sizes.local_tokens)
     if chunk is not None:
         return (4 + sizes.item) * chunk * model.vocab_size + sizes.item * matrix
     # a head task has both losses before its backward task; plain steps compute one after the other
     heads = 1 + model.num_nextn_predict_layers * config.step_facts.orders_tasks
-    values = sizes.own_tokens * model.vocab_size * heads
+    values = sizes.local_tokens * model.vocab_size * heads
     logits = 4 * values  # of all microbatches; the gradient is of one
     if compiler.logit_gradients:
         logits += sizes.item * values / sizes.microbatches
     head = logits + sizes.item * matrix
     if compiler.recasts_head and mode in ("dots", "full"):
-        head += sizes.item * matrix + 3 * 4 * sizes.own_tokens * model.hidden_size
+        head += sizes.item * matrix + 3 * 4 * sizes.local_tokens * model.hidden_size
     return head

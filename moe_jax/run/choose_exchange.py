@@ -57,7 +57,7 @@ class ExchangeSizes(NamedTuple):
     dtype: str
 
 
-class Trip(NamedTuple):
+class RoundTrip(NamedTuple):
     """Rows where their experts are, and the same rows back on the rank that sent them."""
 
     arrived: jax.Array
@@ -139,8 +139,8 @@ def sizes_of_exchange(config: Config, mesh: Mesh) -> ExchangeSizes:
     compute, moe, schedule = ComputeConfig.of(config, mesh), config.model.moe, config.schedule
     flat = dataclasses.replace(config, exchange=dataclasses.replace(config.exchange, algorithm="flat"))
     sizes, ranks = sizes_of(flat, compute.platform, mesh.shape), config.mesh.expert_ranks(mesh.shape)
-    slots = expert_capacity(moe, int(sizes.own_tokens))
-    tokens = int(sizes.own_tokens) // sizes.microbatches
+    slots = expert_capacity(moe, int(sizes.local_tokens))
+    tokens = int(sizes.local_tokens) // sizes.microbatches
     return ExchangeSizes(
         padded=max(int(sizes.rows.sent / (schedule.microbatches * schedule.expert_chunks)) // ranks, 1),
         experts=moe.num_experts // ranks,
@@ -166,9 +166,13 @@ def _call(sizes: ExchangeSizes, config: Config, mesh: Mesh, drawn: dict[int, jax
     The call then raises ValueError if any differs. `drawn` keeps operands by their number of rows, for other calls.
     """
     compute = ComputeConfig.of(config, mesh)
-    own, flat = (_trip(config, each) for each in (compute, dataclasses.replace(compute, exchange="flat")))
+    own, flat = (_round_trip(config, each) for each in (compute, dataclasses.replace(compute, exchange="flat")))
     if EXCHANGE_FACTS[compute.exchange].ragged:
-        rows, own, flat = sizes.experts * sizes.filled, _ragged_trip(sizes, compute), _even_trip(sizes, flat)
+        rows, own, flat = (
+            sizes.experts * sizes.filled,
+            _ragged_round_trip(sizes, compute),
+            _even_round_trip(sizes, flat),
+        )
     else:
         rows = sizes.padded
     spec, none = PartitionSpec(ALL_AXES), PartitionSpec()
@@ -205,21 +209,21 @@ def _call(sizes: ExchangeSizes, config: Config, mesh: Mesh, drawn: dict[int, jax
     return call
 
 
-def _trip(config: Config, compute: ComputeConfig) -> Callable[[Rows], Trip]:
+def _round_trip(config: Config, compute: ComputeConfig) -> Callable[[Rows], RoundTrip]:
     """Both exchanges of full blocks."""
     hooks = hooks_of(config.model.moe)
 
-    def trip(x_PRD: Rows) -> Trip:
+    def trip(x_PRD: Rows) -> RoundTrip:
         arrived = TokenExchange("dispatch", compute.route, hooks).run(ExpertRows(x_PRD)).rows
-        return Trip(arrived, TokenExchange("combine", compute.route, hooks).run(ExpertRows(arrived)).rows)
+        return RoundTrip(arrived, TokenExchange("combine", compute.route, hooks).run(ExpertRows(arrived)).rows)
 
     return trip
 
 
-def _ragged_trip(sizes: ExchangeSizes, compute: ComputeConfig) -> Callable[[Rows], Trip]:
+def _ragged_round_trip(sizes: ExchangeSizes, compute: ComputeConfig) -> Callable[[Rows], RoundTrip]:
     """Both ragged exchanges, of c rows for each expert: arrived [L, P·c, D], returned [P, L·c, D]."""
 
-    def trip(x_PRD: Rows) -> Trip:
+    def trip(x_PRD: Rows) -> RoundTrip:
         ranks = compute.route.ranks
         size, width = len(x_PRD), sizes.width
         widths = lane_widths(sizes.slots, sizes.microbatches, sizes.tokens, size)
@@ -227,17 +231,17 @@ def _ragged_trip(sizes: ExchangeSizes, compute: ComputeConfig) -> Callable[[Rows
         count_PE = exchange.sizes(jnp.full(size * sizes.experts, sizes.filled, jnp.int32))
         lanes = exchange.dispatch(x_PRD.reshape(-1, *row_shape(width)), count_PE)
         returned = exchange.combine(lanes).rows
-        return Trip(lanes.main_LbD[:, : size * sizes.filled], returned.reshape(x_PRD.shape))
+        return RoundTrip(lanes.main_LbD[:, : size * sizes.filled], returned.reshape(x_PRD.shape))
 
     return trip
 
 
-def _even_trip(sizes: ExchangeSizes, flat: Callable[[Rows], Trip]) -> Callable[[Rows], Trip]:
-    """The same rows by a flat exchange, in the layout of `_ragged_trip`."""
+def _even_round_trip(sizes: ExchangeSizes, flat: Callable[[Rows], RoundTrip]) -> Callable[[Rows], RoundTrip]:
+    """The same rows by a flat exchange, in the layout of `_ragged_round_trip`."""
 
-    def trip(x_PRD: Rows) -> Trip:
+    def trip(x_PRD: Rows) -> RoundTrip:
         arrived, returned = flat(x_PRD)
         by_source = arrived.reshape(len(arrived), sizes.experts, sizes.filled, sizes.width)
-        return Trip(jnp.swapaxes(by_source, 0, 1).reshape(sizes.experts, -1, sizes.width), returned)
+        return RoundTrip(jnp.swapaxes(by_source, 0, 1).reshape(sizes.experts, -1, sizes.width), returned)
 
     return trip

@@ -140,7 +140,7 @@ def shape_of(config: Config, mesh: Mesh, platform: str) -> MatmulShape:
     received = sizes.expert_tensor / sizes.microbatches  # of all ranks that share an expert, in one microbatch
     return MatmulShape(
         rows=int(sizes.rows.sent * received),
-        filled=max(int(sizes.own_tokens * model.moe.top_k * received) // groups, 1),
+        filled=max(int(sizes.local_tokens * model.moe.top_k * received) // groups, 1),
         groups=groups,
         width=model.hidden_size,
         hidden=model.moe.intermediate_size // sizes.expert_tensor,

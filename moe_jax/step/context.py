@@ -26,10 +26,10 @@ from moe_jax.parallel.gathered_params import gather_in_order, gathers_of
 from moe_jax.parallel.grad_sync import sum_over_batch
 from moe_jax.parallel.mesh import expert_axis
 from moe_jax.parallel.ordering import depend_on
-from moe_jax.parallel.sequence_shards import OwnTokens, local_tokens
+from moe_jax.parallel.sequence_shards import LocalTokens, local_tokens
 from moe_jax.parallel.sharding import partitions
-from moe_jax.parallel.trees import Cuts, Gathers, ParamDims, Params, Specs, Tree
-from moe_jax.step.optimizer import make_optimizer, state_cuts
+from moe_jax.parallel.trees import Gathers, ParamDims, Params, ShardSpecs, Specs, Tree
+from moe_jax.step.optimizer import make_optimizer, state_shard_specs
 
 State = dict[str, Any]  # {"step": int32, "params": …, "optimizer": …}, "placement" if experts migrate, "ema"
 
@@ -43,14 +43,18 @@ class StepContext:
     stages: Stages  # which blocks each pipeline stage has
     dims: ParamDims
     specs: Specs  # how parameters are sharded
-    cuts: Cuts  # how moments, and the gradients they are computed from, are sharded (`optimizer.zero`)
+    shard_specs: ShardSpecs  # how moments, and the gradients they are computed from, are sharded (`optimizer.zero`)
     optimizer: optax.GradientTransformationExtraArgs
     gathers: Gathers  # how each parameter is gathered, if `is_fully_sharded`
 
     @classmethod
     def of(cls, config: Config, mesh: Mesh) -> "StepContext":
         """Build the context for a config on a mesh. Raises ConfigError."""
-        dims, compute, cuts = param_dims(config.model), ComputeConfig.of(config, mesh), state_cuts(config, mesh)
+        dims, compute, shard_specs = (
+            param_dims(config.model),
+            ComputeConfig.of(config, mesh),
+            state_shard_specs(config, mesh),
+        )
         specs = partitions(dims, expert_axis(config.mesh))
         return cls(
             config=config,
@@ -58,10 +62,14 @@ class StepContext:
             stages=Stages.of(config),
             dims=dims,
             specs=specs,
-            cuts=cuts,
-            optimizer=make_optimizer(config, dims, zero.shard_partition_specs(cuts, specs), compute.platform),
+            shard_specs=shard_specs,
+            optimizer=make_optimizer(config, dims, zero.shard_partition_specs(shard_specs, specs), compute.platform),
             gathers=gathers_of(
-                cuts, dims, compute.dtype, compute.platform, experts_in_float32=config.model.moe.expert_matmuls == "fp8"
+                shard_specs,
+                dims,
+                compute.dtype,
+                compute.platform,
+                experts_in_float32=config.model.moe.expert_matmuls == "fp8",
             ),
         )
 
@@ -82,26 +90,26 @@ class StepContext:
             return None
         return jax.tree.map(lambda own: own.unstacked(), self.gathers["segments"])
 
-    def unsummed(self) -> tuple[Specs, Cuts]:
+    def unsummed(self) -> tuple[Specs, ShardSpecs]:
         """Return how the gradients of `plain.objective` are sharded before they are summed, and how they will be.
 
         Autodiff sums gradients of gathered blocks over the axes that shard them.
         """
         if not self.is_fully_sharded:
-            return self.specs, self.cuts
-        whole = zero.no_cuts(self.specs["segments"])
-        return self.specs | {"segments": self.grad_specs["segments"]}, self.cuts | {"segments": whole}
+            return self.specs, self.shard_specs
+        whole = zero.unsharded_specs(self.specs["segments"])
+        return self.specs | {"segments": self.grad_specs["segments"]}, self.shard_specs | {"segments": whole}
 
     def own_shards(self, params: Params) -> Params:
         """Return this device's shards of stored parameters, which it updates."""
-        own: Params = params if self.is_fully_sharded else zero.local_shards(self.cuts, params)
+        own: Params = params if self.is_fully_sharded else zero.local_shards(self.shard_specs, params)
         return own
 
     def as_stored(self, own: Params) -> Params:
         """Return the parameters to store, from this device's updated shards."""
         if self.is_fully_sharded:
             return own
-        stored: Params = zero.all_gather_params(self.cuts, own, self.compute.platform)
+        stored: Params = zero.all_gather_params(self.shard_specs, own, self.compute.platform)
         return stored
 
     def with_whole_ends(self, params: Params) -> Params:
@@ -126,7 +134,7 @@ class StepContext:
     @property
     def grad_specs(self) -> Specs:
         """The sharding of gradients, after they are summed, and of moments."""
-        return zero.shard_partition_specs(self.cuts, self.specs)
+        return zero.shard_partition_specs(self.shard_specs, self.specs)
 
     @property
     def global_tokens(self) -> int:
@@ -202,7 +210,7 @@ class StepInputs(NamedTuple):
         assert self.source_targets_S is not None
         return share_S * (self.num_targets / self.source_targets_S)
 
-    def local_tokens(self) -> OwnTokens:
+    def local_tokens(self) -> LocalTokens:
         """Return the tokens of this device without marks, with NO_TARGET for those that the loss does not count.
 
         Other targets of a mixture have their source (`models/head.py`).
@@ -213,7 +221,7 @@ class StepInputs(NamedTuple):
         is_counted, target_Bn = token_marks.counted(own.target_Bn), token_marks.indices(own.target_Bn)
         if self.source_targets_S is not None:
             target_Bn += token_marks.sources(own.target_Bn) * SOURCE_STEP
-        return OwnTokens(token_marks.indices(own.input_Bn), jnp.where(is_counted, target_Bn, NO_TARGET))
+        return LocalTokens(token_marks.indices(own.input_Bn), jnp.where(is_counted, target_Bn, NO_TARGET))
 
     def mtp(self, context: StepContext) -> MTPInputs | None:
         """Return what multi-token prediction reads; None without it, and in evaluation.
@@ -256,12 +264,12 @@ class StepInputs(NamedTuple):
         )
 
 
-def _next_tokens(token_BN1: Int[Array, "B N1"], after_last: int) -> OwnTokens:
+def _next_tokens(token_BN1: Int[Array, "B N1"], after_last: int) -> LocalTokens:
     """Return for each token of this device the one that follows it, and the one after that."""
     end_B1 = jnp.full((len(token_BN1), 1), after_last, token_BN1.dtype)
     return local_tokens(jnp.concatenate([token_BN1[:, 1:], end_B1], axis=1))
 
 
-def _is_mtp_target(own: OwnTokens) -> Bool[Array, "B n"]:
+def _is_mtp_target(own: LocalTokens) -> Bool[Array, "B n"]:
     """Return which of the `_next_tokens`, with marks, the loss of multi-token prediction counts."""
     return token_marks.counted(own.target_Bn) & ~token_marks.first(own.input_Bn)

@@ -25,9 +25,9 @@ from moe_jax.errors import ConfigError
 from moe_jax.models.parameters import param_dims, param_shapes
 from moe_jax.parallel.mesh import expert_axis
 from moe_jax.parallel.sharding import REPLICATED, Dims, map_dims, partitions
-from moe_jax.parallel.trees import Cuts, ParamDims, Params, Specs, Tree
+from moe_jax.parallel.trees import ParamDims, Params, ShardSpecs, Specs, Tree
 from moe_jax.parallel.word_hash import index_of, mix
-from moe_jax.parallel.zero import ShardSpec, cuts_of, no_cuts
+from moe_jax.parallel.zero import ShardSpec, shard_specs_of, unsharded_specs
 from moe_jax.step.optimizers import scale_of
 from moe_jax.step.optimizers.protocol import Parameter
 from moe_jax.step.router_bias import score_biases
@@ -225,17 +225,19 @@ def state_partitions(optimizer: optax.GradientTransformation, params: Params, sp
     return partitions
 
 
-def state_cuts(config: Config, mesh: Mesh) -> Cuts:
+def state_shard_specs(config: Config, mesh: Mesh) -> ShardSpecs:
     """Return how each parameter's moments, and the gradient they are computed from, are sharded over devices
     by ZeRO.
     """
     dims = param_dims(config.model)
     specs = partitions(dims, expert_axis(config.mesh))
     if not config.optimizer.zero:
-        whole: Cuts = no_cuts(specs)
+        whole: ShardSpecs = unsharded_specs(specs)
         return whole
-    cuts = cuts_of(param_shapes(config.model), specs, mesh.shape, config.optimizer.sharding_axes)
-    moved: Cuts = jax.tree.map(lambda cut, is_bias: ShardSpec() if is_bias else cut, cuts, score_biases(dims))
+    shard_specs = shard_specs_of(param_shapes(config.model), specs, mesh.shape, config.optimizer.sharding_axes)
+    moved: ShardSpecs = jax.tree.map(
+        lambda spec, is_bias: ShardSpec() if is_bias else spec, shard_specs, score_biases(dims)
+    )
     return moved
 
 

@@ -75,18 +75,18 @@ def gradients(params: Params, inputs: StepInputs, context: StepContext) -> tuple
 
     The parts of a batch (`train.grad_accumulation`) run one after another; each has its own expert capacity and
     load-balance loss. Gradients are summed over devices after the last part, or after each part with
-    `optimizer.zero` above 1. If `context.cuts` shards an array, each device gets the sum of its own shard.
+    `optimizer.zero` above 1. If `context.shard_specs` shards an array, each device gets the sum of its own shard.
     """
     count = context.config.train.grad_accumulation
     params = context.with_whole_ends(params)
-    specs, cuts = context.unsummed()
+    specs, shard_specs = context.unsummed()
 
     def local(token_bN1: jax.Array, number: jax.Array | int) -> tuple[Grads, ObjectiveParts]:
         return jax.grad(objective, has_aux=True)(params, inputs.part(token_bN1, number, count), context)
 
     def summed(token_bN1: jax.Array, number: jax.Array | int) -> tuple[Grads, ObjectiveParts]:
         grads, parts = local(token_bN1, number)
-        return sync_gradients(grads, specs, cuts, context.compute.platform), parts
+        return sync_gradients(grads, specs, shard_specs, context.compute.platform), parts
 
     part_AbN1 = inputs.in_parts(count)
     if count == 1:
@@ -94,7 +94,7 @@ def gradients(params: Params, inputs: StepInputs, context: StepContext) -> tuple
     if context.config.optimizer.zero >= 2:
         return accumulate(summed, part_AbN1)
     grads, parts = accumulate(local, part_AbN1)
-    return sync_gradients(grads, specs, cuts, context.compute.platform), parts
+    return sync_gradients(grads, specs, shard_specs, context.compute.platform), parts
 
 
 def evaluate(params: Params, inputs: StepInputs, context: StepContext) -> Float[Array, ""]:

@@ -33,7 +33,7 @@ def start(rows: list[range] | None = None, prefetch: int = 0, seed: int = 0) -> 
 
 def counted(mixed: Mixture, batches: int) -> list[int]:
     """The sequences of each source, counted one by one."""
-    rows = np.concatenate([mixed.places(batch).source_B for batch in range(batches)])
+    rows = np.concatenate([mixed.sequences(batch).source_B for batch in range(batches)])
     return np.bincount(rows, minlength=len(mixed.changes[0][1])).tolist()
 
 
@@ -61,20 +61,20 @@ def test_weights_change_in_the_step_that_is_named() -> None:
 
 
 def counted_in(mixed: Mixture, batch: int) -> list[int]:
-    return np.bincount(mixed.places(batch).source_B, minlength=2).tolist()
+    return np.bincount(mixed.sequences(batch).source_B, minlength=2).tolist()
 
 
 def test_a_later_change_leaves_earlier_batches_as_they_are() -> None:
     same, changed = mixture((2, []), (1, [])), mixture((2, []), (1, [[6, 9]]))
     for batch in range(5):
-        np.testing.assert_array_equal(same.places(batch), changed.places(batch))
+        np.testing.assert_array_equal(same.sequences(batch), changed.sequences(batch))
     assert counted(same, 6) != counted(changed, 6)
 
 
 def test_every_sequence_of_a_source_comes_once_in_its_order() -> None:
     mixed = mixture((0.7, []), (0.1, [[4, 0.5]]), (0.2, []))
-    places = [mixed.places(batch) for batch in range(60)]
-    source, number = (np.concatenate(each) for each in zip(*places, strict=True))
+    indices = [mixed.sequences(batch) for batch in range(60)]
+    source, number = (np.concatenate(each) for each in zip(*indices, strict=True))
     for k, count in enumerate(mixed.counts(60)):
         assert sorted(number[source == k]) == list(range(count))
 
@@ -82,7 +82,7 @@ def test_every_sequence_of_a_source_comes_once_in_its_order() -> None:
 def test_each_epoch_of_a_source_has_each_sample_once_in_another_order() -> None:
     mixed, samples = mixture((1, []), (1, []), (1, [])), dict[tuple[int, int], int]()
     for batch in range(60):
-        rows = zip(*map(np.ndarray.tolist, mixed.places(batch)), strict=True)
+        rows = zip(*map(np.ndarray.tolist, mixed.sequences(batch)), strict=True)
         samples |= {row: number for row, (_, number) in zip(rows, batch_samples(SOURCES, mixed, batch), strict=True)}
     for source, size in enumerate(SIZES):
         count = mixed.counts(60)[source] // size * size
@@ -101,7 +101,7 @@ def test_a_batch_has_the_tokens_of_its_samples() -> None:
 
 def test_rows_of_a_source_are_at_random_places_that_the_seed_decides() -> None:
     mixed = [mixture((1, []), (1, []), batch=4, seed=seed) for seed in (0, 0, 1)]
-    rows = np.array([[each.places(batch).source_B for batch in range(200)] for each in mixed])
+    rows = np.array([[each.sequences(batch).source_B for batch in range(200)] for each in mixed])
     np.testing.assert_array_equal(rows[0], rows[1])
     assert (rows[0] != rows[2]).any()
     assert (abs(rows.mean(axis=1) - 0.5) < 0.12).all(), "no row has always the same source"
@@ -110,8 +110,8 @@ def test_rows_of_a_source_are_at_random_places_that_the_seed_decides() -> None:
 def test_a_mixture_of_one_source_is_this_source() -> None:
     alone, mixed = Mixture.of(DataConfig(), BATCH, 5), mixture((3, []), seed=5)
     for batch in range(9):
-        np.testing.assert_array_equal(alone.places(batch), mixed.places(batch))
-    np.testing.assert_array_equal(alone.places(2).number_B, range(16, 24))
+        np.testing.assert_array_equal(alone.sequences(batch), mixed.sequences(batch))
+    np.testing.assert_array_equal(alone.sequences(2).number_B, range(16, 24))
 
 
 def test_a_run_killed_at_20_places_resumes_on_other_numbers_of_processes() -> None:
@@ -136,6 +136,6 @@ def test_a_run_killed_at_20_places_resumes_on_other_numbers_of_processes() -> No
 
 def test_the_order_of_a_mixture_is_that_of_earlier_versions() -> None:
     """A run may resume with a newer version, so these rows stay."""
-    places = mixture((0.7, []), (0.3, []), seed=3).places(5)
-    assert places.source_B.tolist() == [1, 0, 0, 0, 0, 1, 0, 0]
-    assert places.number_B.tolist() == [12, 32, 31, 30, 28, 13, 33, 29]
+    index = mixture((0.7, []), (0.3, []), seed=3).sequences(5)
+    assert index.source_B.tolist() == [1, 0, 0, 0, 0, 1, 0, 0]
+    assert index.number_B.tolist() == [12, 32, 31, 30, 28, 13, 33, 29]

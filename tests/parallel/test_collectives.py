@@ -11,7 +11,7 @@ from moe_jax.parallel.grad_sync import global_norm, sync_gradients
 from moe_jax.parallel.mesh import BATCH_AXES, Axis
 from moe_jax.parallel.ranks import Ranks
 from moe_jax.parallel.sharding import partition, sharded_axes
-from moe_jax.parallel.zero import no_cuts
+from moe_jax.parallel.zero import unsharded_specs
 from tests.parallel.per_device import on_mesh
 
 
@@ -58,7 +58,7 @@ def test_replicated_gradients_are_summed_everywhere_and_expert_gradients_over_da
         rank = 1.0 + jax.lax.axis_index(BATCH_AXES)  # 1..8, expert ranks within data ranks
         grads = {"replicated": rank[None], "expert": rank[None]}
         specs = {"replicated": P(), "expert": partition(("experts",))}
-        synced = sync_gradients(grads, specs, no_cuts(specs), "cpu")
+        synced = sync_gradients(grads, specs, unsharded_specs(specs), "cpu")
         return synced["replicated"], synced["expert"], global_norm(synced, specs, "cpu")
 
     replicated, expert, norm = per_device(body, (P(), P(Axis.EXPERT), P()))

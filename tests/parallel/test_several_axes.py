@@ -72,12 +72,12 @@ def sums(device: jax.Array, axes: tuple[Axis, ...], ranks: int) -> dict[str, Any
     x_n, x_Pm = (device + 1) ** 2 + jnp.arange(LENGTH), (device + 1) ** 2 + jnp.arange(3 * ranks).reshape(ranks, 3)
     made = {f"sum {name}": reduction(x_n, axes) for name, reduction in REDUCTIONS.items()}
     made |= {f"scatter {name}": scatter(x_Pm, axes) for name, scatter in SCATTERS.items()}
-    cut, x = ShardSpec(1, axes), (device + 1) ** 2 + jnp.arange(6 * ranks).reshape(3, 2 * ranks)
-    made |= {f"part of the sum, {platform}": cut.reduce_scatter(x, platform) for platform in ("cpu", "tpu")}
+    shard_spec, x = ShardSpec(1, axes), (device + 1) ** 2 + jnp.arange(6 * ranks).reshape(3, 2 * ranks)
+    made |= {f"part of the sum, {platform}": shard_spec.reduce_scatter(x, platform) for platform in ("cpu", "tpu")}
     return made | {
         "scatter tpu": scatter_of("all_reduce", "tpu")(x_Pm, axes),
-        "own part": cut.local_shard(x),
-        "whole": cut.all_gather(cut.local_shard(jnp.arange(6 * ranks).reshape(3, 2 * ranks)), "cpu"),
+        "own part": shard_spec.local_shard(x),
+        "whole": shard_spec.all_gather(shard_spec.local_shard(jnp.arange(6 * ranks).reshape(3, 2 * ranks)), "cpu"),
     }
 
 

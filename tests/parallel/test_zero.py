@@ -1,4 +1,4 @@
-"""Arrays cut over the devices that hold the same parameters."""
+"""Arrays sharded over the devices that hold the same parameters."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 from moe_jax.parallel.gathered_params import ParamGather, flat_shards, gather_flat, gathered_together
 from moe_jax.parallel.mesh import BATCH_AXES, Axis
-from moe_jax.parallel.zero import ShardSpec, cuts_of
+from moe_jax.parallel.zero import ShardSpec, shard_specs_of
 from tests.parallel.per_device import on_mesh
 
 DATA = (Axis.DATA,)
@@ -29,26 +29,26 @@ DATA = (Axis.DATA,)
 )
 def test_a_whole_dimension_is_cut_over_as_many_devices_as_divide_it(shape, spec, expected):
     mesh = {"data": 2, "expert": 4, "tensor": 1, "context": 1}
-    assert cuts_of(jax.ShapeDtypeStruct(shape, "float32"), PartitionSpec(*spec), mesh) == expected
+    assert shard_specs_of(jax.ShapeDtypeStruct(shape, "float32"), PartitionSpec(*spec), mesh) == expected
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 @pytest.mark.parametrize(
-    "cut", [ShardSpec(0, BATCH_AXES), ShardSpec(1, (Axis.EXPERT,)), ShardSpec(2, DATA), ShardSpec()], ids=str
+    "shard_spec", [ShardSpec(0, BATCH_AXES), ShardSpec(1, (Axis.EXPERT,)), ShardSpec(2, DATA), ShardSpec()], ids=str
 )
-def test_parts_are_those_of_the_flat_rows_and_make_up_the_whole(cut, platform):
+def test_parts_are_those_of_the_flat_rows_and_make_up_the_whole(shard_spec, platform):
     x = np.arange(8 * 4 * 6, dtype=np.float32).reshape(8, 4, 6)
-    ranks = {(): 1, DATA: 2, (Axis.EXPERT,): 4, BATCH_AXES: 8}[cut.axes]
+    ranks = {(): 1, DATA: 2, (Axis.EXPERT,): 4, BATCH_AXES: 8}[shard_spec.axes]
 
     def body(_: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        own = cut.local_shard(jnp.asarray(x))
-        rank = jax.lax.axis_index(cut.axes) if cut.axes else 0
-        row = cut.by_rank(jnp.asarray(x), ranks).reshape(ranks, -1)[rank]
-        assert own.shape == cut.shape(x.shape, ranks)
+        own = shard_spec.local_shard(jnp.asarray(x))
+        rank = jax.lax.axis_index(shard_spec.axes) if shard_spec.axes else 0
+        row = shard_spec.by_rank(jnp.asarray(x), ranks).reshape(ranks, -1)[rank]
+        assert own.shape == shard_spec.shape(x.shape, ranks)
         return (
             jnp.array_equal(row, own.ravel())[None],
-            cut.all_gather(own, platform)[None],
-            cut.all_gather(cut.reduce_scatter(jnp.asarray(x), platform), platform)[None],
+            shard_spec.all_gather(own, platform)[None],
+            shard_spec.all_gather(shard_spec.reduce_scatter(jnp.asarray(x), platform), platform)[None],
         )
 
     same, whole, total = on_mesh(body, PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES), data=2, expert=4)(
@@ -61,15 +61,15 @@ def test_parts_are_those_of_the_flat_rows_and_make_up_the_whole(cut, platform):
 
 def test_small_arrays_of_a_type_and_axes_share_a_gather_and_arrive_bit_for_bit():
     shape, types = (8, 8, 16), ("bfloat16", "float32")
-    cuts = [ShardSpec(0, BATCH_AXES), ShardSpec(2, BATCH_AXES), ShardSpec(1, DATA), ShardSpec()]
-    owns = [ParamGather(cut, dtype, "tpu") for dtype in types for cut in cuts]
+    shard_specs = [ShardSpec(0, BATCH_AXES), ShardSpec(2, BATCH_AXES), ShardSpec(1, DATA), ShardSpec()]
+    owns = [ParamGather(shard_spec, dtype, "tpu") for dtype in types for shard_spec in shard_specs]
     values = np.random.default_rng(0).normal(size=(len(owns), *shape)).astype(np.float32)
     values[:, 0, 0, :2] = np.nan, -0.0
     large = ParamGather(ShardSpec(1, BATCH_AXES), "float32", "tpu")  # 4 MiB
 
     def body(_: jax.Array) -> list[jax.Array]:
-        shards = [own.cut.local_shard(jnp.asarray(x)) for own, x in zip(owns, values, strict=True)]
-        of_large = large.cut.local_shard(jnp.zeros((2**10, 2**10)))
+        shards = [own.shard_spec.local_shard(jnp.asarray(x)) for own, x in zip(owns, values, strict=True)]
+        of_large = large.shard_spec.local_shard(jnp.zeros((2**10, 2**10)))
         assert gathered_together([*owns, large], [*shards, of_large]) == [(0, 1), (2,), (4, 5), (6,), (8,)]
         whole = []
         for first in (0, 4):

@@ -9,7 +9,7 @@ from moe_jax.config.draft import open_draft
 from moe_jax.plan.axes import CutAxis, Op, find_cut, forward_ops
 from moe_jax.plan.candidates import choices, schedules
 
-BATCH = (CutAxis.SEQUENCES, CutAxis.IRREGULAR)
+BATCH = (CutAxis.SEQUENCES, CutAxis.RAGGED)
 LAYER = ("dispatch", "expert", "combine")
 SCORE = {"gate": "batch_prioritised"}
 
@@ -31,7 +31,7 @@ def test_gates_that_look_at_one_token_let_the_batch_be_cut_anywhere(gate: str, r
     found = find_cut(ops, BATCH)
     assert found is not None
     rows = {f"{tensor}.{block}" for tensor in ("rows", "received", "made", "returned") for block in (1, 2)}
-    assert {tensor for tensor, cut in found.items() if cut is CutAxis.IRREGULAR} == rows
+    assert {tensor for tensor, cut in found.items() if cut is CutAxis.RAGGED} == rows
     assert set(found.values()) == set(BATCH)
 
 

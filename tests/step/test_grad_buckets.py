@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from moe_jax.parallel.mesh import Axis
-from moe_jax.parallel.zero import no_cuts
+from moe_jax.parallel.zero import unsharded_specs
 from moe_jax.step.scheduled.grad_buckets import Reduction
 
 # Per device. Two large matrices, one of them an expert's; small gradients of both kinds.
@@ -37,7 +37,7 @@ def is_shape(leaf: object) -> bool:
 def reduction_of(mesh: dict[str, int], bucket_cap_mb: float | None) -> Reduction:
     shapes = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), SHAPES, is_leaf=is_shape)
     sizes = {"data": 1, "expert": 1, "tensor": 1, "context": 1} | mesh
-    return Reduction.of(shapes, SPECS, no_cuts(SPECS), sizes, bucket_cap_mb)
+    return Reduction.of(shapes, SPECS, unsharded_specs(SPECS), sizes, bucket_cap_mb)
 
 
 def gradients() -> dict:

@@ -19,14 +19,14 @@ from moe_jax.models.head import LossForm, LossTerms, no_loss
 from moe_jax.parallel.ordering import barrier_after
 from moe_jax.parallel.pipeline import (
     Receive,
-    no_ticket,
+    no_handle,
     receive_transfer,
     stage,
     start_transfer,
     to_next,
     to_previous,
 )
-from moe_jax.parallel.sequence_shards import OwnTokens
+from moe_jax.parallel.sequence_shards import LocalTokens
 from moe_jax.parallel.trees import Grads, Params
 from moe_jax.step.context import StepContext, StepInputs
 from moe_jax.step.losses import ObjectiveParts
@@ -64,7 +64,7 @@ class PipelineStage:
         self._loss_form = LossForm.of(config)
         self.slot_ME = inputs.slot_ME  # placement of all blocks' experts; None: experts in order
         by_microbatch = functools.partial(_by_microbatch, microbatches=plan.table.microbatches)
-        self.tokens = OwnTokens(*map(by_microbatch, inputs.local_tokens()))
+        self.tokens = LocalTokens(*map(by_microbatch, inputs.local_tokens()))
         document_BN, router_inputs = inputs.document_BN(context), inputs.router_inputs(context)
         self.document_MbN = None if document_BN is None else by_microbatch(document_BN)
         self.router_inputs = router_inputs and router_inputs.with_tokens(by_microbatch)
@@ -95,7 +95,7 @@ class PipelineStage:
         return State(
             x_bND=zeros,
             dx_bND=zeros,
-            posted=no_ticket(),
+            posted=no_handle(),
             # one extra slot, see `rows_of`
             activations=jnp.zeros((slots.activations.num_slots + 1, *zeros.shape), zeros.dtype),
             gradients=jnp.zeros((slots.gradients.num_slots + 1, *zeros.shape), zeros.dtype),
@@ -323,8 +323,8 @@ class PipelineStage:
         assert isinstance(chunk, ModelChunk)
         return chunk
 
-    def _tokens(self, work: TickPass) -> OwnTokens:
-        return OwnTokens(*(get(x_Mbn, work.microbatch) for x_Mbn in self.tokens))
+    def _tokens(self, work: TickPass) -> LocalTokens:
+        return LocalTokens(*(get(x_Mbn, work.microbatch) for x_Mbn in self.tokens))
 
     def _consts(self, number: int, work: TickPass) -> BlockConsts:
         weights = weights_of(self.params, self.plan, number, work.chunk)

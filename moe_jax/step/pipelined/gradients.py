@@ -25,7 +25,7 @@ def pipelined_gradients(
     """
     own = PipelineStage(context.whole(params), inputs, context, plan)
     state = _walk(own.tick, own.first_state(), own.rows)
-    grads = sync_gradients(stack_gradients(state.grads), context.specs, context.cuts, context.compute.platform)
+    grads = sync_gradients(stack_gradients(state.grads), context.specs, context.shard_specs, context.compute.platform)
     return grads, sum_over_stages(state.parts)
 
 

@@ -26,7 +26,7 @@ from moe_jax.step.scheduled.executor import Tasks
 from moe_jax.step.scheduled.grad_buckets import Reduction
 from moe_jax.step.scheduled.grad_reduce import GradientReducer
 from moe_jax.step.scheduled.layer_loop import run
-from moe_jax.step.scheduled.pullbacks import Key
+from moe_jax.step.scheduled.pullbacks import TaskKey
 from moe_jax.step.scheduled.scan_residuals import BlockConsts, ScanBody
 from moe_jax.step.scheduled.split_vjp import Pullback
 from moe_jax.step.scheduled.step_dims import StepDims
@@ -35,7 +35,7 @@ from moe_jax.step.scheduled.step_dims import StepDims
 class _Saved(NamedTuple):
     """What the backward pass needs from the forward pass."""
 
-    pullbacks: dict[Key, Pullback]
+    pullbacks: dict[TaskKey, Pullback]
     overflows: dict[tuple[int, int], Overflow]
     share_mE: jax.Array | None  # each expert's share of a block's (token, choice) pairs; None without experts
     x_bND: jax.Array  # after the highest block
@@ -224,7 +224,7 @@ class ModelChunk:
         return Tasks(self.dims, None, consts)
 
     def _sums(self, tasks: Tasks) -> GradientReducer:
-        nothing = Reduction(vectors=(), cuts=(), chunks=())
+        nothing = Reduction(vectors=(), shard_specs=(), chunks=())
         return GradientReducer((nothing,) * (self._num_blocks + 2), tasks, None)
 
 

@@ -20,8 +20,8 @@ from moe_jax.models.placement import slot_shapes
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.mesh import expert_axis
 from moe_jax.parallel.sharding import partitions
-from moe_jax.parallel.trees import Cuts, Tree
-from moe_jax.parallel.zero import no_cuts
+from moe_jax.parallel.trees import ShardSpecs, Tree
+from moe_jax.parallel.zero import unsharded_specs
 from moe_jax.plan.costs import order_times
 from moe_jax.plan.measured import read_times
 from moe_jax.plan.param_gathers import gathered_bytes
@@ -31,7 +31,7 @@ from moe_jax.schedule.build import make_schedule, step_shape
 from moe_jax.schedule.dependencies import check
 from moe_jax.schedule.scanned import ScannedBlocks, ScannedSchedule, make_scanned
 from moe_jax.schedule.schedule import Schedule
-from moe_jax.step.optimizer import state_cuts
+from moe_jax.step.optimizer import state_shard_specs
 from moe_jax.step.scheduled.grad_buckets import Reduction
 
 
@@ -41,7 +41,7 @@ class ScheduledPlan:
 
     schedule: Schedule
     reductions: tuple[Reduction, ...]  # by owner: embed, the blocks, head
-    cuts: Cuts  # how reduced gradients are sharded over devices
+    shard_specs: ShardSpecs  # how reduced gradients are sharded over devices
     scanned: ScannedSchedule | None  # the same tasks, with equal groups of blocks in a scan; None: no scan
 
     def without_reductions(self) -> "ScheduledPlan":
@@ -51,7 +51,7 @@ class ScheduledPlan:
         return ScheduledPlan(
             dataclasses.replace(self.schedule, actions=actions),
             (nothing,) * len(self.reductions),
-            no_cuts(self.cuts),
+            unsharded_specs(self.shard_specs),
             self.scanned and self.scanned.without_reductions(),
         )
 
@@ -73,13 +73,13 @@ def make_plan(config: Config, mesh: Mesh) -> ScheduledPlan:
     else:
         schedule = make_schedule(settings.policy, shape, times.of(shape), two_streams)
     check(schedule)
-    return ScheduledPlan(schedule, reductions, state_cuts(config, mesh), scanned)
+    return ScheduledPlan(schedule, reductions, state_shard_specs(config, mesh), scanned)
 
 
 def reductions_of(config: Config, mesh: Mesh, bucket_cap_mb: float | None) -> tuple[Reduction, ...]:
     """Return how the gradients of each owner are summed, in the order embedding, blocks, head."""
     model = config.model
-    specs, cuts = partitions(param_dims(model), expert_axis(config.mesh)), state_cuts(config, mesh)
+    specs, shard_specs = partitions(param_dims(model), expert_axis(config.mesh)), state_shard_specs(config, mesh)
 
     def local(shape: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(shape.shape), shape.dtype)
@@ -89,7 +89,7 @@ def reductions_of(config: Config, mesh: Mesh, bucket_cap_mb: float | None) -> tu
         Reduction.of(
             owned(shapes, model, owner, lambda leaf, _: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)),
             owned(specs, model, owner, lambda spec, _: PartitionSpec(*spec[1:])),
-            owned(cuts, model, owner, lambda cut, _: cut.unstacked()),
+            owned(shard_specs, model, owner, lambda shard_spec, _: shard_spec.unstacked()),
             mesh.shape,
             bucket_cap_mb,
         )

@@ -30,7 +30,7 @@ from moe_jax.models.transformer import (
 )
 from moe_jax.parallel.all_to_all import ragged
 from moe_jax.parallel.ordering import depend_on
-from moe_jax.parallel.sequence_shards import OwnTokens
+from moe_jax.parallel.sequence_shards import LocalTokens
 from moe_jax.parallel.trees import Params, Tree
 from moe_jax.schedule.actions import Action
 from moe_jax.step.scheduled.issue_order import IssueOrder
@@ -57,7 +57,7 @@ class Tasks:
         dims: StepDims,
         ends: Params | None,
         consts: BlockConsts,
-        tokens: OwnTokens | None = None,
+        tokens: LocalTokens | None = None,
         stored: Callable[[int], Stored] | None = None,
         gathering: ParamGathering | None = None,
         regathers: bool = False,
@@ -67,10 +67,10 @@ class Tasks:
         self.ends: Params = ends or {}
         self.expert_weights = ExpertWeights(dims, consts.blocks, stored)
         self.lane_overflow = LaneOverflow(dims, self.expert_weights)
-        self.tokens: list[OwnTokens] = []  # by microbatch
+        self.tokens: list[LocalTokens] = []  # by microbatch
         if tokens is not None:
             parts = (jnp.split(x_Bn, dims.microbatches) for x_Bn in tokens)
-            self.tokens = list(map(OwnTokens, *parts))
+            self.tokens = list(map(LocalTokens, *parts))
         self.mtp = [None] * dims.microbatches if mtp is None else mtp.parts(dims.microbatches)
         # of multi-token prediction: embeddings of next tokens, features of the decoder's last block, their cotangents
         self.mtp_embedding, self.decoded = dict[int, jax.Array](), dict[int, jax.Array]()

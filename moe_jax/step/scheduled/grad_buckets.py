@@ -45,23 +45,23 @@ class Reduction:
     """How an owner's gradients are summed: its vectors, and chunks of them in order of issue."""
 
     vectors: tuple[GradientBucket, ...]
-    cuts: tuple[ShardSpec, ...]  # how each leaf is sharded
+    shard_specs: tuple[ShardSpec, ...]  # how each leaf is sharded
     chunks: tuple[Bucket, ...]  # pieces of the vectors' last dimension n
 
     @classmethod
     def of(
-        cls, shapes: Tree, specs: Tree, cuts: Tree, mesh_shape: Mapping[str, int], bucket_cap_mb: float | None
+        cls, shapes: Tree, specs: Tree, shard_specs: Tree, mesh_shape: Mapping[str, int], bucket_cap_mb: float | None
     ) -> "Reduction":
         """Build the reduction of gradients with these shapes (per device), in chunks of at most `bucket_cap_mb` MB
         (None: no limit).
 
-        Each device gets only its own shard of the sum of a gradient that `cuts` shards. Gradients of parameters that no
-        other device has are not summed.
+        Each device gets only its own shard of the sum of a gradient that `shard_specs` shards. Gradients of parameters
+        that no other device has are not summed.
         """
         sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)]
-        cut_of = tuple(jax.tree.leaves(cuts))
+        spec_of = tuple(jax.tree.leaves(shard_specs))
         groups: dict[ReduceGroup, list[int]] = {}
-        for number, (spec, own) in enumerate(zip(jax.tree.leaves(specs), cut_of, strict=True)):
+        for number, (spec, own) in enumerate(zip(jax.tree.leaves(specs), spec_of, strict=True)):
             axes = tuple(axis for axis in TOKEN_AXES if axis not in sharded_axes(spec) and mesh_shape[axis] > 1)
             if axes:
                 over = ReduceGroup(own.axes, tuple(axis for axis in axes if axis not in own.axes))
@@ -74,7 +74,7 @@ class Reduction:
             vectors += [GradientBucket(over, ranks, (number,)) for number in numbers if number not in small]
         totals = [sum(sizes[number] for number in vector.leaves) // vector.ranks for vector in vectors]
         item_bytes = [_ITEM_BYTES * vector.ranks for vector in vectors]
-        return cls(tuple(vectors), cut_of, split_into_buckets(totals, bucket_cap_mb, item_bytes))
+        return cls(tuple(vectors), spec_of, split_into_buckets(totals, bucket_cap_mb, item_bytes))
 
     def over(self, chunk: int) -> ReduceGroup:
         """Return the mesh axes that a chunk is summed over."""
@@ -94,7 +94,7 @@ class Reduction:
         """Return the owner's gradients as vectors; gradients that are in no vector may be None."""
         leaves = jax.tree.leaves(grads, is_leaf=lambda leaf: leaf is None)
         parts = [
-            [self.cuts[number].by_rank(leaves[number], vector.ranks) for number in vector.leaves]
+            [self.shard_specs[number].by_rank(leaves[number], vector.ranks) for number in vector.leaves]
             for vector in self.vectors
         ]
         return [part[0] if len(part) == 1 else jnp.concatenate(part, axis=-1) for part in parts]
@@ -112,7 +112,7 @@ class Reduction:
             parts = [total for chunk, total in zip(self.chunks, sums, strict=True) if chunk.group == group]
             flat, start = parts[0] if len(parts) == 1 else jnp.concatenate(parts), 0
             for number in vector.leaves:
-                shape = self.cuts[number].shape(leaves[number].shape, vector.ranks)
+                shape = self.shard_specs[number].shape(leaves[number].shape, vector.ranks)
                 stop = start + math.prod(shape)
                 leaves[number] = flat[start:stop].reshape(shape)
                 start = stop

@@ -63,8 +63,8 @@ def _gradients_of_part(
     """Return the gradients of one part of a batch, reduced by the plan's schedule, and this device's share of the
     objective.
 
-    `earlier` are this device's gradients of earlier parts, added before the sums. If `plan.cuts` shards an array, each
-    device gets the sum of its own shard.
+    `earlier` are this device's gradients of earlier parts, added before the sums. If `plan.shard_specs` shards an
+    array, each device gets the sum of its own shard.
     """
     model, scanned, slot_ME = context.config.model, plan.scanned, inputs.slot_ME
     tokens, document_BN = inputs.local_tokens(), inputs.document_BN(context)
@@ -103,7 +103,7 @@ def _gradients_of_part(
     stacked = Stacked(
         params["segments"][number],
         context.block_gathers and context.block_gathers[number],
-        plan.cuts["segments"][number],
+        plan.shard_specs["segments"][number],
         None if earlier is None else earlier["segments"][number],
         router_inputs,
         slot_ME,

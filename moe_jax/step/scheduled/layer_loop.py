@@ -43,7 +43,7 @@ class Stacked(NamedTuple):
 
     params: Tree  # this device's shards, if there are `gathers`
     gathers: Tree | None  # how those of one block are gathered; None: devices have them
-    cuts: Tree  # how its parameters are sharded by ZeRO
+    shard_specs: Tree  # how its parameters are sharded by ZeRO
     earlier: Tree | None  # gradients that are added to those of the iterations
     router_inputs: RouterInputs | None  # what gates read besides features, before block 0
     slot_ME: jax.Array | None  # placement of all blocks' experts; None: experts in order
@@ -58,7 +58,15 @@ class LayerScan:
     def __init__(self, scanned: ScannedSchedule, segment: Segment, sums: GradientReducer, stacked: Stacked):
         self.scanned, self.scan_blocks = scanned, scanned.blocks
         self.sums, self.tasks = sums, sums.tasks
-        self.params, self.gathers, self.cuts, self.earlier, self.router_inputs, self.slot_ME, self.document_BN = stacked
+        (
+            self.params,
+            self.gathers,
+            self.shard_specs,
+            self.earlier,
+            self.router_inputs,
+            self.slot_ME,
+            self.document_BN,
+        ) = stacked
         self.layout = StackLayout(self.scan_blocks, len(segment.kinds))
         self.microbatches = range(self.tasks.dims.microbatches)
         self.gradients: LoopGradients
@@ -164,7 +172,7 @@ class LayerScan:
         """Run the backward scan over all iterations but the highest, whose backward tasks have run outside the scan."""
         highest = self.scan_blocks.count - 1
         self.gradients = LoopGradients(
-            *(self.layout, self.cuts, self.params, self.scan_blocks.count if self.scanned.reduction_body else 1),
+            *(self.layout, self.shard_specs, self.params, self.scan_blocks.count if self.scanned.reduction_body else 1),
             sharded=self.gathers is not None,
         )
         for block in self._blocks:

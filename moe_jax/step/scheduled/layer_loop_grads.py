@@ -38,25 +38,31 @@ class StackLayout(NamedTuple):
 
 
 class LoopGradients:
-    """Stacked gradients. `cuts` are those of the scanned segment's parameters, by place in its period."""
+    """Stacked gradients. `shard_specs` are those of the scanned segment's parameters, by place in its period."""
 
-    def __init__(self, layout: StackLayout, cuts: Tree, params: Tree, waiting_iterations: int, sharded: bool = False):
+    def __init__(
+        self, layout: StackLayout, shard_specs: Tree, params: Tree, waiting_iterations: int, sharded: bool = False
+    ):
         """Allocate zeros for gradients of `params`, which are shards if `sharded`. Sharded gradients wait for their sum
         in `waiting_iterations` iterations at a time.
         """
         self.layout, self._keeps_all = layout, waiting_iterations > 1
-        self._cuts = {place: jax.tree.leaves(tree) for place, tree in cuts.items()}
+        self._shard_specs = {place: jax.tree.leaves(tree) for place, tree in shard_specs.items()}
         self._structures = {place: jax.tree.structure(tree) for place, tree in params.items()}
         self._sums: Leaves = {}
         self._waiting: Leaves = {}
         for place, tree in params.items():
-            leaves = list(enumerate(zip(jax.tree.leaves(tree), self._cuts[place], strict=True)))
-            whole = {i: cut.whole_shape(leaf.shape) if sharded else leaf.shape for i, (leaf, cut) in leaves}
-            shapes = {i: cut.shape(whole[i], ranks_of(cut.axes)) for i, (_, cut) in leaves}
+            leaves = list(enumerate(zip(jax.tree.leaves(tree), self._shard_specs[place], strict=True)))
+            whole = {
+                i: shard_spec.whole_shape(leaf.shape) if sharded else leaf.shape for i, (leaf, shard_spec) in leaves
+            }
+            shapes = {i: shard_spec.shape(whole[i], ranks_of(shard_spec.axes)) for i, (_, shard_spec) in leaves}
             self._sums[place] = {i: jnp.zeros(shapes[i], leaf.dtype) for i, (leaf, _) in leaves}
             periods = waiting_iterations * layout.unroll
             self._waiting[place] = {
-                i: jnp.zeros((periods, *whole[i][1:]), leaf.dtype) for i, (leaf, cut) in leaves if cut.axes
+                i: jnp.zeros((periods, *whole[i][1:]), leaf.dtype)
+                for i, (leaf, shard_spec) in leaves
+                if shard_spec.axes
             }
 
     @property

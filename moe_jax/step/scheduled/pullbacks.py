@@ -14,7 +14,7 @@ from moe_jax.step.scheduled.param_gathering import Regathered, but_experts, diff
 from moe_jax.step.scheduled.split_vjp import SplitBackward, differentiate
 from moe_jax.step.scheduled.step_dims import StepDims
 
-Key = tuple[str, int, int]  # op, block, microbatch or piece
+TaskKey = tuple[str, int, int]  # op, block, microbatch or piece
 
 
 class Pullbacks:
@@ -25,13 +25,13 @@ class Pullbacks:
 
     def __init__(self, dims: StepDims, blocks: Mapping[int, Params], regathers: bool):
         self._dims, self._blocks, self._regathers = dims, blocks, regathers
-        self.stored: dict[Key, Callable[..., Any]] = {}
-        self.regathered: dict[Key, Regathered] = {}  # of tasks whose weights are gathered again
-        self.waiting: dict[Key, SplitBackward] = {}  # for W tasks
+        self.stored: dict[TaskKey, Callable[..., Any]] = {}
+        self.regathered: dict[TaskKey, Regathered] = {}  # of tasks whose weights are gathered again
+        self.waiting: dict[TaskKey, SplitBackward] = {}  # for W tasks
         self.grads: dict[tuple[str, int], Tree] = {}  # of weights, by op and block, in float32
 
     def differentiate(
-        self, key: Key, function: Callable[[Tree, Tree], Tree], weights: Tree, inputs: Tree, *, remat: bool = False
+        self, key: TaskKey, function: Callable[[Tree, Tree], Tree], weights: Tree, inputs: Tree, *, remat: bool = False
     ) -> Any:
         """Return `function(weights, inputs)`, and store its pullback.
 
@@ -50,7 +50,7 @@ class Pullbacks:
 
     def pull(
         self,
-        key: Key,
+        key: TaskKey,
         cotangents: Sequence[jax.Array],
         replacements: Iterable[tuple[jax.Array, jax.Array]] = (),
     ) -> list[jax.Array]:
@@ -66,7 +66,7 @@ class Pullbacks:
             self.add(key[:2], pulled.weights(lambda x: x))
         return inputs
 
-    def is_under_way(self, key: Key) -> bool:
+    def is_under_way(self, key: TaskKey) -> bool:
         """Whether weight gradients of a task are still to be added."""
         return key in self.stored or key in self.regathered or key in self.waiting
 
@@ -76,7 +76,7 @@ class Pullbacks:
         so_far = self.grads.get(owner)
         self.grads[owner] = gradient if so_far is None else jax.tree.map(jnp.add, so_far, gradient)
 
-    def _take(self, key: Key) -> Callable[..., Any]:
+    def _take(self, key: TaskKey) -> Callable[..., Any]:
         if key not in self.regathered:
             return self.stored.pop(key)
         op, block, _ = key
