@@ -1,11 +1,11 @@
 """How fast is a training step on a GPU? python profiling/bench_gpu.py [--toy] [--only PARTS] [--out FOLDER] [--resume]
 
-Measures the rates of matrix products and copies first. Then it compares every kernel with its slow twin (`kernels`),
-and times the grouped products of experts against each other (`races`). Then it measures a model of coarse experts
-(Mixtral's widths) and one of fine-grained experts (DeepSeek-V2-Lite's), with as many blocks as fill the device: our
-step without a capacity, the same model in transformers, and our step with capacity factor 1.25. Each part runs in its
-own process with its own time limit, all of them in --minutes. A part that fails is reported in one line, and the other
-parts still run.
+Measures the rates of matrix products and copies first. Then it compares every kernel with its slow reference
+(`kernels`), and times the grouped products of experts against each other (`races`). Then it measures a model of coarse
+experts (Mixtral's widths) and one of fine-grained experts (DeepSeek-V2-Lite's), with as many blocks as fill the device:
+our step without a capacity, the same model in transformers, and our step with capacity factor 1.25. Each part runs in
+its own process with its own time limit, all of them in --minutes. A part that fails is reported in one line, and the
+other parts still run.
 
 Reports tokens/s, MFU by the measured rate, energy, peak memory, predicted time and memory, and the time of each kind of
 operation next to its lower bound. Writes results/bench_gpu_DEVICE.json after each part, and traces into the same

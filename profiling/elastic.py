@@ -49,7 +49,7 @@ def _changed(home: Path, before: int, after: int, steps: int) -> dict[str, Any]:
     shutil.rmtree(other / FOLDER / str(2 * steps))
     output = _train(other, after, steps)
     if f"resuming from step {steps}\n" not in output or "damaged" in output:
-        raise ElasticError(f"{after} processes did not go on from step {steps} of {before}: {output[-300:]}")
+        raise ElasticError(f"{after} processes did not resume from step {steps} of {before}: {output[-300:]}")
     expected, losses = (_losses_after(folder, steps) for folder in (same, other))
     drifts = [abs(losses[step] - loss) / loss for step, loss in expected.items()]
     return {

@@ -1,8 +1,8 @@
-"""A part of `bench_gpu.py`: every kernel of this platform against its slow twin, values and gradients.
+"""A part of `bench_gpu.py`: every kernel of this platform against its slow reference, values and gradients.
 
-Errors are ‖out - twin‖ / ‖twin‖. The twin has the same bfloat16 operands and computes in float32 at the highest
-precision: one product of equal groups for grouped products, attention with all logits for attention kernels. S rows, L
-groups, D and F widths.
+Errors are ‖out - reference‖ / ‖reference‖. The reference has the same bfloat16 operands and computes in float32 at the
+highest precision: one product of equal groups for grouped products, attention with all logits for attention kernels.
+S rows, L groups, D and F widths.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -86,20 +86,23 @@ def _attention(kernel: Callable[..., jax.Array], width: int, value_width: int) -
         y, pull = jax.vjp(partial(kernel, window=None, scale=width**-0.5), q, k, v)
         return y, *pull(dy)
 
-    twin = partial(KERNELS["xla"], window=None, scale=width**-0.5)
+    reference = partial(KERNELS["xla"], window=None, scale=width**-0.5)
     names = ("forward", "queries_gradient", "keys_gradient", "values_gradient")
     found = dict(zip(names, jax.jit(gradients)(q, k, v, dy), strict=True))
-    return _errors(found, twin, (q, k, v), dy)
+    return _errors(found, reference, (q, k, v), dy)
 
 
 def _errors(
-    found: Mapping[str, jax.Array | None], twin: Callable[..., jax.Array], operands: Sequence[jax.Array], dy: jax.Array
+    found: Mapping[str, jax.Array | None],
+    reference: Callable[..., jax.Array],
+    operands: Sequence[jax.Array],
+    dy: jax.Array,
 ) -> Values:
-    """Return the error of each result that there is; `twin` has the value and the gradients in their order."""
+    """Return the error of each result that there is; `reference` has the value and the gradients in their order."""
 
     def exact(operands: Sequence[jax.Array], dy: jax.Array) -> tuple[jax.Array, ...]:
         with jax.default_matmul_precision("highest"):
-            y, pull = jax.vjp(twin, *operands)
+            y, pull = jax.vjp(reference, *operands)
             return y, *pull(dy)
 
     wide: Any = jax.tree.map(lambda x: x.astype(jnp.float32), (operands, dy))

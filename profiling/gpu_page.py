@@ -83,7 +83,7 @@ def _section(file: str, result: Mapping[str, Any]) -> Iterator[str]:
     failed = {name: found["failed"] for name, found in parts.items() if "failed" in found}
     yield from ("", *(f"- `{name}`: {reason}" for name, reason in failed.items())) if failed else ()
     if kernels := parts.get("kernels", {}).get("errors"):
-        yield from ("", "| kernel against its slow twin | greatest relative error |", "|---|---|")
+        yield from ("", "| kernel against its slow reference | greatest relative error |", "|---|---|")
         for name, found in kernels.items():
             yield _row(f"`{name}`", greatest_error(found))
     if races := races_of(parts):

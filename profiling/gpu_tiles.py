@@ -87,9 +87,9 @@ def _passes(size: int, groups: int, width: int, hidden: int) -> Iterator[tuple[s
 
 def _made(name: str, operands: _Operands) -> dict[str, Callable[[], Call]]:
     """Compile all candidates of a pass in threads, and return makers of their calls."""
-    twin = jax.jit(partial(_batched, equation=_BATCHED[name]))
-    reference = twin(*operands)
-    calls = _candidates(name, reference.shape[-1]) | {"one batched product": twin}
+    batched = jax.jit(partial(_batched, equation=_BATCHED[name]))
+    reference = batched(*operands)
+    calls = _candidates(name, reference.shape[-1]) | {"one batched product": batched}
     with ThreadPoolExecutor() as threads:
         compiled = {label: threads.submit(_compiled, call, operands) for label, call in calls.items()}
     return {label: partial(_checked, future, operands, reference) for label, future in compiled.items()}

@@ -30,5 +30,5 @@ fi
 source .venv-newest/bin/activate
 python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager --editable '.[dev]'
 python -c 'import importlib.metadata as m, sys; print("Python", sys.version.split()[0], "jax", m.version("jax"))'
-unset PYTHONDONTWRITEBYTECODE # every process that a test starts would compile the package anew
+unset PYTHONDONTWRITEBYTECODE # every process that a test starts would compile the package again
 python -m pytest -n 2 --dist worksteal "${@:-${TESTS[@]}}"

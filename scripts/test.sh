@@ -5,7 +5,7 @@
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=setup_env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh" dev
-unset PYTHONDONTWRITEBYTECODE # every process that a test starts would compile the package anew
+unset PYTHONDONTWRITEBYTECODE # every process that a test starts would compile the package again
 
 if (($#)); then
     exec python -m pytest "$@"

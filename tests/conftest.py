@@ -1,7 +1,7 @@
 """Eight simulated CPU devices for every test, shapes checked at run time, and compiled programs kept for the next run.
 
 Programs lie in .pytest_cache/programs, which both workers, the processes that tests start, and later runs share. To
-compile all of them anew: pytest --cache-clear.
+compile all of them again: pytest --cache-clear.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Slow twins of gates, from their papers: numpy decides who goes where, and jax differentiates the weights.
+"""Slow references of gates, from their papers: numpy decides who goes where, and jax differentiates the weights.
 
 Each returns weights [T, E], 0 for experts not chosen, probabilities [T, E], each token's chosen experts, best first,
 and the logits (None: there are none). T tokens, E experts, k choices, C slots.

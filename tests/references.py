@@ -1,4 +1,4 @@
-"""Slow twins: one device, one whole batch, Python loops over sequences' source devices and over experts.
+"""Slow references: one device, one whole batch, Python loops over sequences' source devices and over experts.
 
 Written from the definitions and sharing no code with the package but the config and the parameter tree.
 """

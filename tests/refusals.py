@@ -1,4 +1,4 @@
-"""Changes of a small config that are refused, and what is said then."""
+"""Changes of a small config that are refused, and the error messages."""
 
 REFUSED = {
     "train.steps=0": "train.steps=0 must be at least 1",

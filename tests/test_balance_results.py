@@ -23,7 +23,7 @@ def test_biases_balance_as_well_as_the_loss_does_and_cost_nothing() -> None:
 
 
 def test_the_page_of_balance_has_what_was_measured() -> None:
-    runs, told = result("balance")["runs"], rows("balance")
+    runs, reported = result("balance")["runs"], rows("balance")
     for name, row in (
         ("load-balance loss", "load-balance loss, weight 0.01"),
         ("bias, rate 0.01", "bias, rate 0.01, no loss"),
@@ -31,7 +31,7 @@ def test_the_page_of_balance_has_what_was_measured() -> None:
     ):
         seeds = seeds_of(runs[name])
         of_steps = [max(seed["load_max_over_mean_of_a_step_of_each_block"]) for seed in seeds]
-        assert told[row] == [
+        assert reported[row] == [
             " / ".join(f"{seed['validation_loss']:.3f}" for seed in seeds),
             " / ".join(f"{seed['load_max_over_mean']:.2f}" for seed in seeds),
             " / ".join(f"{load:.2f}" for load in of_steps),
@@ -44,9 +44,9 @@ def test_one_move_balances_ranks_and_changes_no_loss() -> None:
     found = result("migration")
     (move,) = found["moves"]
     assert min(move["rank_load"]) >= 2.0
-    behind = [loads for step, loads in found["rank_load_max_over_mean"].items() if int(step) > move["step"]]
-    assert len(behind) == 3
-    assert max(map(max, behind)) <= 1.15
+    after = [loads for step, loads in found["rank_load_max_over_mean"].items() if int(step) > move["step"]]
+    assert len(after) == 3
+    assert max(map(max, after)) <= 1.15
     assert found["curves_equal_bit_for_bit"]
     assert found["curves"] == {"loss": 250, "grad_norm": 250, "load_balance_loss": 250, "validation_loss": 1}
     assert found["overhead"] + found["step_on_over_off"]["median"] - 1 <= 0.05
@@ -55,7 +55,7 @@ def test_one_move_balances_ranks_and_changes_no_loss() -> None:
 
 
 def test_the_page_of_migration_has_what_was_measured() -> None:
-    found, told = result("migration"), rows("migration")
+    found, reported = result("migration"), rows("migration")
     ratio = found["step_on_over_off"]
     (move,) = found["moves"]
     worst = [max(loads) for step, loads in found["rank_load_max_over_mean"].items() if int(step) > move["step"]]
@@ -73,7 +73,7 @@ def test_the_page_of_migration_has_what_was_measured() -> None:
         ),
         "bytes that left each device": f"{move['migration_bytes'] / 1e6:.1f} MB, {found['sends'][0]} such",
     }
-    assert {name: told[name] for name in expected} == {name: [value] for name, value in expected.items()}
+    assert {name: reported[name] for name in expected} == {name: [value] for name, value in expected.items()}
 
 
 def test_steps_get_faster_behind_a_migration_as_predicted() -> None:

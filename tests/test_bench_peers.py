@@ -32,7 +32,7 @@ def command_of(peers: Any, **settings: Any) -> Any:
 
 def test_tokens_per_second_are_of_the_steps_behind_the_first_quarter(peers: Any) -> None:
     config = load_config(overrides=["train.steps=8", "train.batch_size=2", "data.seq_len=50"])
-    found = peers.timed(command_of(peers, steps=8, then=600), config)  # which is ended behind its last step
+    found = peers.timed(command_of(peers, steps=8, then=600), config)  # which is ended after its last step
     assert 0.05 < found["first_step_s"] < 60
     assert 20 < found["tokens_per_s"] < 1.1 * 100 / 0.05
 

@@ -1,4 +1,4 @@
-"""The commands from end to end, in this process, on one tiny run: what they leave, say and compute."""
+"""The commands from end to end, in this process, on one tiny run: what they leave, print and compute."""
 
 import contextlib
 import dataclasses
@@ -44,7 +44,7 @@ CONFIG = {
 }
 
 
-def said(main: Callable[[], None], *arguments: str) -> str:
+def printed(main: Callable[[], None], *arguments: str) -> str:
     """What a command prints."""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
         patch.setattr(sys, "argv", ["command", *arguments])
@@ -67,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
 @pytest.fixture(scope="module")
 def output(folder: Path) -> str:
     """What training printed; the run is in `run`."""
-    return said(training.main, "--config", "tiny.yaml")
+    return printed(training.main, "--config", "tiny.yaml")
 
 
 def trained_params():
@@ -112,15 +112,15 @@ def test_a_run_leaves_everything_in_its_folder(output):
 
 def test_a_finished_run_started_again_trains_no_further(output):
     before = records()
-    again = said(training.main, "--config", "run")
-    assert f"log.dir=run is already trained to step {STEPS}: set train.steps higher to go on\n" in again
+    again = printed(training.main, "--config", "run")
+    assert f"log.dir=run is already trained to step {STEPS}: set train.steps higher to continue\n" in again
     assert records() == before
     assert [path.name for path in Path("run", "checkpoints").iterdir()] == [str(STEPS)]
 
 
 def test_a_dry_run_tells_the_facts_and_writes_nothing(output, folder):
     before = tree(folder)
-    facts = said(training.main, "--config", "run", "--dry-run", "log.dir=elsewhere")
+    facts = printed(training.main, "--config", "run", "--dry-run", "log.dir=elsewhere")
     rows = dict(line.split(maxsplit=1) for line in facts.splitlines())
     assert rows["run"] == f"elsewhere, from step 0 to {STEPS}"
     assert rows["devices"].startswith("8 × ")
@@ -157,7 +157,7 @@ def test_validation_loss_is_the_mean_cross_entropy_of_the_reference(output):
 
 def test_generate_continues_the_prompt_and_is_a_function_of_the_seed(output):
     def text(seed: int) -> str:
-        return said(generate.main, "--run", "run", "--prompt", "hab", "--tokens", "25", "--seed", str(seed))
+        return printed(generate.main, "--run", "run", "--prompt", "hab", "--tokens", "25", "--seed", str(seed))
 
     first = text(1)
     assert first.startswith("hab")

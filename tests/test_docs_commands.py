@@ -1,5 +1,5 @@
 """The shell commands of README.md and docs/: `profiling/docs_commands.py` runs them as they are written, at night; here
-each is read by its program, and training runs by those whose folder they would go on in."""
+each is read by its program, and training runs by those whose folder they would resume in."""
 
 import json
 import re
@@ -58,14 +58,14 @@ def test_every_command_is_read_by_its_program(page: Path, monkeypatch: pytest.Mo
         if (words := words_of(command.typed)) is None:
             assert re.match(rf"({PROGRAMS}|{INSTALL}|{TOKEN})", command.line), command.line
             continue
-        told = ""
+        reported = ""
         try:
             check_command(*words)
         except UserError as error:
-            told = f"error: {error}"
+            reported = f"error: {error}"
         except SystemExit as end:
-            told = f"exit code {end.code}"
-        assert told == (command.shown if command.shown.startswith("error: ") else ""), command.line
+            reported = f"exit code {end.code}"
+        assert reported == (command.shown if command.shown.startswith("error: ") else ""), command.line
 
 
 def test_commands_in_sentences_are_read_by_their_program(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_commands_in_sentences_are_read_by_their_program(monkeypatch: pytest.Mon
 
 
 def test_what_is_written_out_leaves_nothing_open() -> None:
-    """A command with a word that stands for another cannot be run, and NEEDS has to say so."""
+    """A command with a word that stands for another cannot be run, and NEEDS has to list it."""
     stands_for_another = r"…|\b(FILE|RUN|PYTHON|TARGET|ADDRESS|NAME|ZONE|FOLDER)\b"
     open_commands = [command for command in COMMANDS if re.search(stands_for_another, command.typed)]
     assert not [command.line for command in open_commands if command.need is None]

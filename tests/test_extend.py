@@ -1,4 +1,4 @@
-"""The parts of one's own that docs/extend.md shows: they train, and compute what the reference does."""
+"""The custom parts that docs/extend.md shows: they train, and compute what the reference does."""
 
 import json
 import re

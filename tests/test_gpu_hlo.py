@@ -1,4 +1,4 @@
-"""What docs/memory.md claims of steps for one GPU, held against the committed result, and how the program reads it."""
+"""What docs/memory.md claims of steps for one GPU, compared with the committed result, and how the program reads it."""
 
 import importlib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""FSMoE's partition of gradients in profiling/: nothing lost or too early, as long as closed forms say."""
+"""FSMoE's partition of gradients in profiling/: nothing lost or too early, as long as closed forms predict."""
 
 import importlib
 from pathlib import Path

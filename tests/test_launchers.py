@@ -1,4 +1,4 @@
-"""Launchers of services that are not here: what they would run is right, as far as a machine without them can tell."""
+"""Launchers of services that are not here: what they would run is right, as far as a machine without them can check."""
 
 import os
 import re
@@ -23,7 +23,7 @@ def bash(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", *words], capture_output=True, text=True, cwd=ROOT, env=inherited | environ)
 
 
-def told(script: str, *words: str, **environ: str) -> list[str]:
+def dry_run(script: str, *words: str, **environ: str) -> list[str]:
     """The command that a script would run."""
     done = bash(f"scripts/{script}", "--dry-run", *words, **environ)
     assert (done.returncode, done.stderr) == (0, "")
@@ -37,12 +37,15 @@ def test_bash_can_read_it(script: Path) -> None:
 
 def test_a_tpus_workers_get_the_command_of_one_worker() -> None:
     """Quoted twice on its way."""
-    gcloud, (command,) = (words := told("tpu_vm.sh", "--on", "v5p", "--zone", "us-east5-a", *SETTINGS))[:-1], words[-1:]
+    gcloud, (command,) = (
+        (words := dry_run("tpu_vm.sh", "--on", "v5p", "--zone", "us-east5-a", *SETTINGS))[:-1],
+        words[-1:],
+    )
     assert gcloud == ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "v5p", "--zone=us-east5-a", "--worker=all"]
     there = shlex.split(command.removeprefix("--command="))
     assert there[:4] == ["cd", "moe_jax", "&&", "scripts/tpu_vm.sh"]
     assert there[4:] == SETTINGS
-    assert told("tpu_vm.sh", *there[4:]) == ["python", "-m", "moe_jax.train", *SETTINGS]
+    assert dry_run("tpu_vm.sh", *there[4:]) == ["python", "-m", "moe_jax.train", *SETTINGS]
     check_command("train", SETTINGS)
 
 
@@ -60,7 +63,7 @@ def test_a_tpu_without_its_zone_is_refused(words: list[str]) -> None:
     ("environ", "processes"), [({}, "8"), ({"SLURM_GPUS_ON_NODE": "4"}, "4"), ({"PROCESSES": "2"}, "2")]
 )
 def test_a_slurm_node_gets_one_launcher(environ: dict[str, str], processes: str) -> None:
-    words = told("slurm.sbatch", *SETTINGS, **environ)
+    words = dry_run("slurm.sbatch", *SETTINGS, **environ)
     assert words[:3] == ["srun", "--cpus-per-task=64", "--kill-on-bad-exit=1"]
     start = words.index("moe_jax.launch") + 1
     assert words[3:start] == ["python", "-m", "moe_jax.launch"]

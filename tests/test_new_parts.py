@@ -106,8 +106,8 @@ def test_they_plan_without_jax(added: tuple[Path, dict[str, str]]) -> None:
     folder, names = added
     words = [f"{setting}={name}" for setting, name in names.items() if setting != "exchange.algorithm"]
     words += ["mesh.pipeline=2", "exchange.reduction=all_reduce", "schedule.grad_reduce=end", "schedule.microbatches=2"]
-    said = run(folder, "-c", NO_JAX, "--model", "tiny.yaml", "--cluster", "h100x8", *words)
-    assert "first_in 2, new" in said
+    output = run(folder, "-c", NO_JAX, "--model", "tiny.yaml", "--cluster", "h100x8", *words)
+    assert "first_in 2, new" in output
     tried = "from moe_jax.plan.candidates import pipelines, schedules; print(*pipelines(), *schedules())"
     assert {"'pipeline': 'new'", "'policy': 'first_in'"} <= set(re.findall(r"'\w+': '\w+'", run(folder, "-c", tried)))
 
@@ -127,8 +127,8 @@ def test_a_part_is_listed_by_its_name_and_a_typo_is_answered_with_it(added: tupl
     code = "from moe_jax.config.yaml_io import load_config; load_config(None, sys.argv[1:])"
     for setting, name in names.items():
         words = [sys.executable, "-c", f"import sys\n{code}", f"{setting}={name}x"]
-        said = subprocess.run(words, cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)}, capture_output=True)
-        assert f"did you mean {name}?" in said.stderr.decode()
+        output = subprocess.run(words, cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)}, capture_output=True)
+        assert f"did you mean {name}?" in output.stderr.decode()
 
 
 @pytest.mark.parametrize("name", REGISTRIES)
@@ -170,8 +170,8 @@ def test_what_is_elsewhere_has_the_defaults() -> None:
 def test_a_wrong_declaration_names_its_file(source: str, message: str) -> None:
     with pytest.raises(TypeError) as error:
         GATE_FACTS.declared("wrong", f"import jax\n{source}")
-    said = re.sub(r"\. Did you mean '\w+'\?", "", str(error.value))  # of Python 3.13
-    assert said == f"moe_jax.models.gates.wrong: FACTS{message}"
+    output = re.sub(r"\. Did you mean '\w+'\?", "", str(error.value))  # of Python 3.13
+    assert output == f"moe_jax.models.gates.wrong: FACTS{message}"
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_a_part_that_lacks_what_its_kind_defines_is_refused_by_file(
     if missing is None:
         found.check()
         return
-    assert found.modules() == {}, "it is not imported, so that the commands start and can say what is wrong"
+    assert found.modules() == {}, "it is not imported, so that the commands start and can report what is wrong"
     with pytest.raises(ConfigError) as error:
         found.check()
     assert str(error.value) == (

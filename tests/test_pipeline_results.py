@@ -1,4 +1,4 @@
-"""What docs/context.md and docs/pipelines.md claim of pipelines and rings, held against the committed results."""
+"""What docs/context.md and docs/pipelines.md claim of pipelines and rings, compared with the committed results."""
 
 import pytest
 

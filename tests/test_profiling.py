@@ -1,4 +1,4 @@
-"""Programs in profiling/ start, each with that folder first on the path, and tell bad input as all commands do."""
+"""Programs in profiling/ start, each with that folder first on the path, and report bad input as all commands do."""
 
 import importlib
 import subprocess
@@ -45,9 +45,9 @@ def test_every_program_tells_what_it_wants(name: str, call: Call, capsys: pytest
         with pytest.raises(SystemExit) as end:
             call(f"{name} {flag}")
         assert end.value.code == code
-    said = capsys.readouterr()
-    assert said.out.startswith(f"usage: python profiling/{name}.py")
-    assert said.err.count("error: ") == 1
+    output = capsys.readouterr()
+    assert output.out.startswith(f"usage: python profiling/{name}.py")
+    assert output.err.count("error: ") == 1
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -154,8 +154,8 @@ def test_of_many_alarms_the_last_ones_are_shown(tmp_path: Path) -> None:
         for step in range(2, 152):
             log.alarm(step, f"trouble {step}")
     page = Page(write_report(run))
-    told = [text for text in page.texts["td"] if text.startswith("trouble")]
-    assert told == [f"trouble {step}" for step in range(52, 152)]
+    reported = [text for text in page.texts["td"] if text.startswith("trouble")]
+    assert reported == [f"trouble {step}" for step in range(52, 152)]
     assert "The last 100 of 150." in page.texts["p"]
     assert alarm_text(run).splitlines()[1:3] == ["  … and 145 before, see the page", "  step 147: trouble 147"]
 

@@ -7,7 +7,7 @@ from tests.results import percent, result, rows
 H200, V5P = "same_program_h200_1x1x8", "same_program_v5p_2x2x2"
 
 
-def told(name: str, way: str) -> list[str]:
+def figures_of(name: str, way: str) -> list[str]:
     """The cells of a row: the program, and what is exposed."""
     found = result(name)[way]
     exposed = f"{found['exposed_ms']:.2f} of {found['communication_ms']:.2f} ms, {percent(found['exposed_share'])}"
@@ -19,8 +19,8 @@ def test_a_run_trains_the_program_that_the_report_shows(name: str, devices: str)
     found, cells = result(name), rows("compiled")
     assert found["same"]
     assert found["run"] == found["report"]
-    assert cells[f"{devices}, as the report compiles it"] == told(name, "report")
-    assert cells[f"{devices}, as a run compiles it"] == told(name, "run")
+    assert cells[f"{devices}, as the report compiles it"] == figures_of(name, "report")
+    assert cells[f"{devices}, as a run compiles it"] == figures_of(name, "run")
 
 
 @pytest.mark.parametrize(
@@ -35,8 +35,8 @@ def test_exchanges_and_sums_of_gradients_are_asynchronous(layout: str, sums_of_g
     exchanges, sums = (
         [counts.get(f"{kind}, {how}", 0) for how in ("async", "sync")] for kind in ("ragged-all-to-all", "all-reduce")
     )
-    told = [str(sum(exchanges)), str(sum(sums)), str(sums[1])]
-    assert rows("compiled")[layout.replace("_", ":")] == told
+    reported = [str(sum(exchanges)), str(sum(sums)), str(sums[1])]
+    assert rows("compiled")[layout.replace("_", ":")] == reported
     assert exchanges[1] == 0
     assert sums[0] == sums_of_gradients
 
@@ -49,5 +49,5 @@ def test_a_program_for_h100_is_the_same_too() -> None:
 
 def test_the_second_compilation_hides_most_of_what_the_first_one_exposed() -> None:
     found = result(H200)
-    assert rows("compiled")["8 H200, compiled once"] == told(H200, "compiled_once")
+    assert rows("compiled")["8 H200, compiled once"] == figures_of(H200, "compiled_once")
     assert found["run"]["exposed_ms"] < found["compiled_once"]["exposed_ms"] / 3

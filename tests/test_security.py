@@ -40,7 +40,7 @@ ALLOWED = {
     ("profiling/parts.py", "import_module"),  # of the benchmark, each in a process of its own
     ("profiling/docs_commands.py", "shell"),  # of the commands on the project's own pages
     ("profiling/docs_commands.py", "tarfile"),  # what git archives of the project
-    ("moe_jax/step/compile_cache.py", "deserialize_and_load"),  # from a folder of one's own
+    ("moe_jax/step/compile_cache.py", "deserialize_and_load"),  # from a folder of this user's
     # the commands: python -m moe_jax.train is moe_jax.cli.train
     *((f"moe_jax/{command}.py", "run_module") for command in ("evaluate", "generate", "train")),
     *((f"moe_jax/{command}/__main__.py", "run_module") for command in COMMANDS),
@@ -188,7 +188,7 @@ def test_a_launched_run_listens_where_it_should_and_strangers_do_not_end_it(
         poked, deadline = set(), time.monotonic() + 120
         while not (hosts.ids(0) and hosts.ids(1)):
             poked |= poke()
-            assert time.monotonic() < deadline, hosts.said(0) + hosts.said(1)
+            assert time.monotonic() < deadline, hosts.output(0) + hosts.output(1)
         own = socket.gethostbyname(socket.gethostname())
         assert [listening(hosts.launchers[host].pid) for host in (0, 1)] == [{"127.0.0.2"}, set()]
         assert [listening(*hosts.ids(host)) for host in (0, 1)] == [{"127.0.0.2", own}, {own}]

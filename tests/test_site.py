@@ -86,8 +86,8 @@ def test_comments_on_fields_are_what_is_said_of_them(tmp_path: Path) -> None:
     )
     extensions = griffe.load_extensions(script("site_fields").Fields)
     found = griffe.load("fields", search_paths=[tmp_path], extensions=extensions)["A"].members
-    said = {name: field.docstring and field.docstring.value for name, field in found.items()}
-    assert said == {"x": "behind", "y": "above it and behind", "z": None}
+    output = {name: field.docstring and field.docstring.value for name, field in found.items()}
+    assert output == {"x": "behind", "y": "above it and behind", "z": None}
 
 
 def test_the_page_of_settings_has_every_section() -> None:

@@ -1,7 +1,7 @@
 """What a user types: the real command with the config that the README trains, cut to two blocks, and its defaults.
 
-Runs of one mesh compute the same function, whatever their schedule and exchange: their losses are held against those of
-the plain step there. All have eight devices, so that they share what they compile besides their step.
+Runs of one mesh compute the same function, whatever their schedule and exchange: their losses are compared with
+those of the plain step there. All have eight devices, so that they share what they compile besides their step.
 """
 
 import os

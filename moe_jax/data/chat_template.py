@@ -1,7 +1,7 @@
 """Chat templates: the text with special tokens that a model was trained to read as a conversation.
 
 A template is a Jinja program that comes with a model. It runs in Jinja's sandbox, with the names and functions that
-transformers gives it. It also tells where in the text the assistant speaks.
+transformers gives it. It also finds where in the text the assistant speaks.
 """
 
 import datetime

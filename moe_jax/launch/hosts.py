@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--hosts", type=int, metavar="N", help="of the run, each with a launcher; None: SLURM's, or 1")
     group.add_argument("--host", type=int, metavar="I", help="this one, 0..N-1; None: SLURM's number of it")
     group.add_argument("--rendezvous", metavar="HOST:PORT", help="address of host 0, where all launchers meet")
-    group.add_argument("--min-hosts", type=int, metavar="N", help="go on with so many if others are lost; None: all")
+    group.add_argument("--min-hosts", type=int, metavar="N", help="continue with so many if others are lost; None: all")
     group.add_argument(
         "--host-timeout", type=float, default=600, metavar="SECONDS", help="that missing hosts are waited for"
     )

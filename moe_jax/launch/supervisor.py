@@ -74,7 +74,7 @@ def _run_generations(launch: Launch, others: Rendezvous, environ: Mapping[str, s
         if (no_mesh or (gives_up and not ended.final)) and places.leave_out(no_mesh):
             tries = 0
             message = f"no mesh of {before} processes" if no_mesh else ended.message
-            log(f"{message}: {len(places.used)} of {places.count} processes go on")
+            log(f"{message}: {len(places.used)} of {places.count} processes continue")
             continue
         if gives_up:
             log(f"{ended.message}; gave up after {tries} more tries" if tries and not ended.final else ended.message)
@@ -121,7 +121,7 @@ def _gather(launch: Launch, others: Rendezvous, places: Places, events: Events) 
         log(f"{len(here)} of {launch.hosts} hosts came, and --min-hosts={launch.min_hosts}: gave up")
         return EXIT_TRY_AGAIN
     if here != places.hosts:
-        log(f"{len(here)} of {launch.hosts} hosts go on")
+        log(f"{len(here)} of {launch.hosts} hosts continue")
         places.use_hosts(here)
     return None
 

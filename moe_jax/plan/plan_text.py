@@ -19,7 +19,7 @@ _COLUMNS = (
     "exposed",
     "schedule",
     "exchange",
-    "what binds",
+    "bottleneck",
     "why not first",
 )
 _SHOWN = 8

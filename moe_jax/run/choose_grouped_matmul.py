@@ -202,17 +202,17 @@ class _Checked:
         return partial(call, *operands)
 
     def _compare(self, tile: int, found: list[jax.Array]) -> None:
-        """Raise ValueError if results differ from those of the twin by more than rounding."""
+        """Raise ValueError if results differ from those of the reference by more than rounding."""
         if tile not in self._expected:
-            twin = jax.jit(partial(_both, _TWIN[self._name], tile))
-            self._expected[tile] = _projected(twin(*self._operands[tile]))
+            reference = jax.jit(partial(_both, _REFERENCE[self._name], tile))
+            self._expected[tile] = _projected(reference(*self._operands[tile]))
         for one, other in zip(_projected(found), self._expected[tile], strict=True):
             error = float(jnp.linalg.norm(one - other) / jnp.linalg.norm(other))
             if not error < _MOST_ERROR:  # also if it is not a number
                 raise ValueError(f"its results differ from those of blocks by {error:.1e}")
 
 
-_TWIN: dict[str, Pass] = {"forward": blocks, "dgrad": blocks_dgrad, "wgrad": blocks_wgrad}
+_REFERENCE: dict[str, Pass] = {"forward": blocks, "dgrad": blocks_dgrad, "wgrad": blocks_wgrad}
 _MOST_ERROR = 0.02  # of bfloat16 sums, in another order
 
 

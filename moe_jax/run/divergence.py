@@ -38,7 +38,7 @@ def handle_divergence(
     if found["parameters"] and newest is not None:
         return DivergedError(
             f"{last}, as the parameters of the checkpoint of step {newest} in log.dir={run.folder} are not finite: "
-            "delete it to go on from the one before"
+            "delete it to continue from the one before"
         )
     again = "" if newest is None else f", and going back to the checkpoint of step {newest} has not helped"
     return DivergedError(

@@ -147,7 +147,7 @@ def _resuming(step: int, source: str) -> str:
     return f"resuming from step {step}: {source}" if source else f"resuming from step {step}"
 
 
-_ALREADY = "log.dir={} is already trained to step {}: set train.steps higher to go on"
+_ALREADY = "log.dir={} is already trained to step {}: set train.steps higher to continue"
 
 
 def _print(text: str) -> None:

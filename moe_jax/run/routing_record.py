@@ -27,7 +27,7 @@ from moe_jax.step.plain import ROUTED
 from moe_jax.step.trainer import Trainer
 
 _FACTS = "routing.json"
-_TEXTS, _RUN = "texts", "log.dir"  # in it, beside settings: checksums of the tokens, and the folder of the run
+_TEXTS, _RUN = "texts", "log.dir"  # in it, besides settings: checksums of the tokens, and the folder of the run
 
 
 class RoutingRecords:

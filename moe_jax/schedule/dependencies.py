@@ -91,7 +91,7 @@ def check(schedule: Schedule) -> None:
         if missing := [task for task in early if task not in listed]:
             raise ScheduleError(f"{_names(missing)} is missing, and {action} needs it: add it before")
         if early:
-            raise ScheduleError(f"{action} stands before {_names(early)}, which it needs: move it behind")
+            raise ScheduleError(f"{action} is before {_names(early)}, which it needs: move it after")
         seen.add(action)
     if missing := sorted(needs.keys() - seen):
         role = "sums gradients" if is_reduction(missing[0]) else "is part of the step"

@@ -133,7 +133,7 @@ def switch_off_pgle() -> None:
     jax.config.update("jax_enable_pgle", False)
     _print(
         "JAX_ENABLE_PGLE=true has no effect, as steps are compiled before they run: it is switched off "
-        "(docs/compiled.md tells how to use a measured profile)"
+        "(docs/compiled.md explains how to use a measured profile)"
     )
 
 

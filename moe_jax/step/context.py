@@ -115,7 +115,8 @@ class StepContext:
     def with_whole_ends(self, params: Params) -> Params:
         """Return stored parameters with the embedding, the last norm and the head gathered.
 
-        The embedding is the last one, and all blocks need it: so on CPUs no collective of a block runs beside these.
+        The embedding is the last one, and all blocks need it: so on CPUs no collective of a block runs
+        concurrently with these.
         """
         if not self.is_fully_sharded:
             return params

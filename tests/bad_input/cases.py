@@ -1,4 +1,4 @@
-"""What the cases of bad input are made of: command lines, what they say, and damage to a run."""
+"""What the cases of bad input are made of: command lines, what they print, and damage to a run."""
 
 import importlib.util
 import shutil

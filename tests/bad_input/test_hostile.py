@@ -32,12 +32,12 @@ def test_it_gets_one_line(each: Any, inputs: Path, command: Command, monkeypatch
     monkeypatch.chdir(inputs)
     monkeypatch.syspath_prepend(inputs)
     before = sorted(path.relative_to(inputs) for path in inputs.rglob("*") if "__pycache__" not in path.parts)
-    code, said = command(each.command)
-    assert code == 2, said
-    assert said.startswith("error: ")
-    assert said.count("\n") == 1
-    assert said[:-1].isprintable()
-    assert len(said) < 5000
+    code, output = command(each.command)
+    assert code == 2, output
+    assert output.startswith("error: ")
+    assert output.count("\n") == 1
+    assert output[:-1].isprintable()
+    assert len(output) < 5000
     assert before == sorted(path.relative_to(inputs) for path in inputs.rglob("*") if "__pycache__" not in path.parts)
 
 

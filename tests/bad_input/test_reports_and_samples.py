@@ -64,7 +64,7 @@ NO_RUNS = [
         "run runn does not exist: give the folder that a run has as log.dir",
     ),
     (
-        "report: nothing that goes on",
+        "report: nothing that continues",
         "report --compile cpu:8 --config tiny.yaml --watch 5",
         "--watch=5 is for the page of a run, and --compile writes none: drop one",
     ),

@@ -103,7 +103,7 @@ def change_run(run: Path) -> None:
     change_record(run, dataclasses.replace(read_record(DiskStorage(run), 4), run="0123456789abcdef"))
 
 
-# Which step is damaged, how it is told and where the run continues. HASH: a name that the storage layer makes up.
+# Which step is damaged, how it is reported and where the run continues. HASH: a name that the storage layer makes up.
 DAMAGED = [
     ("no state", remove("checkpoints/4/state"), 4, "state/_METADATA is missing", 2),
     ("no record", remove("checkpoints/4/record"), 4, "record/metadata is missing", 2),
@@ -132,25 +132,25 @@ DAMAGED = [
 ]
 
 
-@pytest.mark.parametrize(("damage", "step", "reason", "goes_on"), cases(DAMAGED))
+@pytest.mark.parametrize(("damage", "step", "reason", "resumed_at"), cases(DAMAGED))
 def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_goes_on(
-    damage: Damage, step: int, reason: str, goes_on: int, run: Path, capfd: pytest.CaptureFixture[str]
+    damage: Damage, step: int, reason: str, resumed_at: int, run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     damage(run)
     kept = tree(run / "checkpoints" / str(step))
     config = load_config("tiny.yaml", ["train.steps=8"])
     _, restored = restore_latest(config, open_run(config))
     assert restored is not None
-    assert restored.record.step == restored.state["step"] == restored.record.data["next_index"] == goes_on
+    assert restored.record.step == restored.state["step"] == restored.record.data["next_index"] == resumed_at
     pattern = re.escape(reason).replace("HASH", "[0-9a-f]{32}").replace("NUMBER", r"\d+").replace("ID", "[0-9a-f]{16}")
     there = f"run/checkpoints/quarantine/{step}"
     line = rf"warning: checkpoint run/checkpoints/{step} is damaged \(({pattern})\): moved to {there}, "
-    said = capfd.readouterr()
-    told = re.fullmatch(rf"{line}resuming from step {goes_on}\n", said.out)
-    assert told
-    assert said.err == ""
+    output = capfd.readouterr()
+    reported = re.fullmatch(rf"{line}resuming from step {resumed_at}\n", output.out)
+    assert reported
+    assert output.err == ""
     moved = tree(Path(there))
-    assert moved.pop("reason.txt") == f"{told[1]}\n".encode()
+    assert moved.pop("reason.txt") == f"{reported[1]}\n".encode()
     assert moved == kept
 
 
@@ -163,9 +163,9 @@ def test_samples_are_of_the_newest_whole_checkpoint_and_nothing_is_moved(
     run_command(COMMANDS["generate"])
     reason = "params.head is not what was saved: its digest differs"
     warning = f"warning: checkpoint run/checkpoints/4 is damaged ({reason}); using step 2\n"
-    said = capfd.readouterr().err.splitlines(keepends=True)
-    assert said[0] == warning
-    assert len(said) == 2, "and how fast it was"
+    output = capfd.readouterr().err.splitlines(keepends=True)
+    assert output[0] == warning
+    assert len(output) == 2, "and how fast it was"
     assert tree(run) == before
 
 
@@ -182,7 +182,7 @@ def test_where_no_checkpoint_is_whole_none_is_moved(line: str, run: Path, assert
 
 
 def test_a_checkpoint_with_another_seed_is_refused_by_name(run: Path, assert_refused: Refusal) -> None:
-    """One of an older version, which does not say of what run it is."""
+    """One of an older version, which does not name its run."""
     record = read_record(DiskStorage(run), 4)
     train = {**record.config["train"], "seed": 1}
     change_record(run, dataclasses.replace(record, config=record.config | {"train": train}, run=None))
@@ -369,7 +369,7 @@ def test_a_run_whose_checkpoint_is_not_finite_blames_it(
     assert command("train --config tiny.yaml train.bad_in_a_row=1") == (
         3,
         "error: step 3 has loss=nan, grad_norm=nan, as the parameters of the checkpoint of step 2 in log.dir=run are "
-        "not finite: delete it to go on from the one before\n",
+        "not finite: delete it to continue from the one before\n",
     )
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["2"]
 
@@ -391,14 +391,14 @@ def test_a_run_whose_folder_is_deleted_meanwhile_says_so_and_can_be_resumed(
     for line in ("train --config tiny.yaml train.steps=6", "train --config tiny.yaml train.steps=8 checkpoint.every=0"):
         monkeypatch.setattr(sys, "argv", line.split())
         run_command(COMMANDS["train"])
-    said = capfd.readouterr().out
+    output = capfd.readouterr().out
     for name in (
         "metrics.jsonl was deleted",
         "config.yaml was deleted",
         "checkpoints of steps 2, 4 in run/checkpoints",
     ):
-        assert name in said
-    assert said.count("resuming from step 6\n") == 1
+        assert name in output
+    assert output.count("resuming from step 6\n") == 1
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "loss" in record] == [1, 6, 8]
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["6", "8"]
@@ -426,11 +426,11 @@ def test_a_checkpoint_that_finds_no_room_ends_the_run_only_if_it_is_the_last(
         with pytest.raises(SystemExit) as ending:
             run_command(COMMANDS["train"])
         assert ending.value.code == 2
-        told = (
+        reported = (
             rf"error: log\.dir=run: its last checkpoint, of step 6, {reason}: free some space, or .* resumes from "
             r"step 4\n"
         )
-        assert re.fullmatch(told, capfd.readouterr().err)
+        assert re.fullmatch(reported, capfd.readouterr().err)
     else:
         run_command(COMMANDS["train"])
         assert capfd.readouterr().err == ""

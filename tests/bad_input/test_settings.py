@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_jax.run import memory_check as room
+from moe_jax.run import memory_check
 from tests.bad_input.cases import Refusal, cases
 
 CONFIG = [
@@ -43,7 +43,7 @@ CONFIG = [
     ),
     ("no step", "log.trace_step=soon", "log.trace_step='soon' must be a whole number, not text"),
     (
-        "a trace behind the end",
+        "a trace after the end",
         "log.trace_step=5",
         "log.trace_step=5 is never reached with train.steps=4: use 5 steps or more, or null",
     ),
@@ -68,7 +68,7 @@ CONFIG = [
     ),
     ("a yes for a stage", "optimizer.zero=true", "optimizer.zero=True must be 0 or 1 or 2 or 3"),
     (
-        "sums of each part behind all ticks",
+        "sums of each part after all ticks",
         "optimizer.zero=2 mesh.pipeline=2 train.grad_accumulation=2",
         "optimizer.zero=2 sums each part of a batch, which is not for the ticks of schedule.pipeline=1f1b, after "
         "which gradients are summed: use optimizer.zero=1",
@@ -423,8 +423,8 @@ def test_a_model_without_room_in_this_machine_is_not_compiled(
     assert_refused: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr("moe_jax.run.loop.compile_programs")
-    monkeypatch.setattr(room, "machine_bytes", lambda: 100_000)
-    monkeypatch.setattr(room, "size", lambda num_bytes: "MUCH")
+    monkeypatch.setattr(memory_check, "machine_bytes", lambda: 100_000)
+    monkeypatch.setattr(memory_check, "size", lambda num_bytes: "MUCH")
     little = "a step takes about MUCH on 8 simulated devices, MUCH of it for parameters and optimizer, and this machine"
     assert_refused(
         "train --config tiny.yaml",

@@ -17,17 +17,17 @@ def test_a_save_that_one_process_cannot_write_fails_for_all_and_the_next_is_trie
     assert code == 0, err
     lines = err.splitlines()
     for rank, reason in (("", "another process cannot read it"), ("[rank 1] ", "a file is cut")):
-        told = [line.removeprefix(rank) for line in lines if line.startswith("[rank 1]") == bool(rank)]
-        assert told == [f"newest behind step {step}: {saved}" for step, saved in ((1, 1), (2, 1), (3, 1), (4, 4))] + [
-            f"newest: 1, {{4: '{reason}'}}"
-        ]
+        reported = [line.removeprefix(rank) for line in lines if line.startswith("[rank 1]") == bool(rank)]
+        assert reported == [
+            f"newest after step {step}: {saved}" for step, saved in ((1, 1), (2, 1), (3, 1), (4, 4))
+        ] + [f"newest: 1, {{4: '{reason}'}}"]
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(record["step"], record["failed_saves"]) for record in records] == [(2, 1), (3, 2)]
     assert records[0]["alarm"] == (
         "the checkpoint of step 2 was not saved (another process failed), the newest is of step 1: see to its disk"
     )
-    told = [line for line in out.splitlines() if line.startswith("warning: ")]
-    assert told == [f"warning: {record['alarm']}" for record in records]
+    reported = [line for line in out.splitlines() if line.startswith("warning: ")]
+    assert reported == [f"warning: {record['alarm']}" for record in records]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["1", "4"]
 
 

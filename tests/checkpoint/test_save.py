@@ -156,9 +156,9 @@ def test_a_save_that_fails_is_told_and_the_next_one_tried(tmp_path: Path, capfd:
     assert [(record["step"], record["failed_saves"]) for record in records] == [(2, 1), (3, 2)]
     assert records[0]["alarm"].startswith("the checkpoint of step 2 was not saved (")
     assert records[0]["alarm"].endswith("), the newest is of step 1: see to its disk")
-    said = capfd.readouterr()
-    assert said.out == "".join(f"warning: {record['alarm']}\n" for record in records)
-    assert said.err == ""
+    output = capfd.readouterr()
+    assert output.out == "".join(f"warning: {record['alarm']}\n" for record in records)
+    assert output.err == ""
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["1", "4"]
     assert newest_checkpoint(tmp_path) == 4
 
@@ -271,7 +271,7 @@ def test_a_run_below_another_folder_s_parent_can_be_read_again(tmp_path: Path, m
 def test_a_resumed_run_of_many_processes_saves_when_it_is_told_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the step that they agree on, behind a checkpoint of the run before."""
+    """At the step that they agree on, after a checkpoint of the run before."""
     monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", lambda step: True)
     log = RunLog(tmp_path, start_step=0, total_steps=9, tokens_per_step=1, tensorboard=False, quiet=True)
     about, digests = {"config": {}, "mesh": {}, "versions": {}}, digest_program(damaged.state_of(0))

@@ -33,8 +33,8 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
 def test_an_import_asks_for_room_before_it_reads(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**6, 10**6, 100))
-    told = refused(monkeypatch, capsys, tmp_path / "in" / "run")
-    assert told == (
+    reported = refused(monkeypatch, capsys, tmp_path / "in" / "run")
+    assert reported == (
         f"error: --out={tmp_path}/in/run needs 1.2 MB, and there are 0.1 kB left on that disk: free some space, or "
         "name "
         "another folder\n"
@@ -52,8 +52,8 @@ def test_a_disk_that_fills_up_during_an_import_keeps_nothing(existed, tmp_path, 
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run / "checkpoints"))
 
     monkeypatch.setattr(ocp.CheckpointManager, "save", save)
-    told = refused(monkeypatch, capsys, run)
-    assert told == (
+    reported = refused(monkeypatch, capsys, run)
+    assert reported == (
         f"error: --out={run} was not written (no room on the disk): free some space, or name another folder\n"
     )
     assert list(tmp_path.rglob("*")) == ([run] if existed else [])

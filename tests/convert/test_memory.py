@@ -1,4 +1,4 @@
-"""What reading takes beside the parameters: less than 1.3 of the largest tensor."""
+"""What reading takes besides the parameters: less than 1.3 of the largest tensor."""
 
 import json
 import tracemalloc

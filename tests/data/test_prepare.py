@@ -51,7 +51,7 @@ def write_parquet(folder: Path, documents: list[str]) -> None:
 
 
 def decoded(folder: Path) -> list[str]:
-    """Train and validation tokens as text, with ␄ behind each document."""
+    """Train and validation tokens as text, with ␄ after each document."""
     meta, tokenizer = verify_tokens(folder), load_tokenizer(folder)
     texts = []
     for split in ("train", "validation"):

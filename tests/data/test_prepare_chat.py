@@ -34,11 +34,16 @@ BLOCKS = (  # what the assistant says is not a beginning of what follows: earlie
 SEQ_LEN, SEVENTY = 60, 70
 
 
-def said(role: str, content: str) -> dict[str, str]:
+def message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-TALK = [said("user", " Who? "), said("assistant", "Ich wörde."), said("user", "Why?"), said("assistant", "言葉")]
+TALK = [
+    message("user", " Who? "),
+    message("assistant", "Ich wörde."),
+    message("user", "Why?"),
+    message("assistant", "言葉"),
+]
 TEXT = (
     "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\nIch wörde.<|im_end|>\n"
     "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n言葉<|im_end|>\n"
@@ -107,7 +112,7 @@ def test_prompts_have_no_template_and_completions_an_end(model: Path, tmp_path: 
 
 def test_generation_blocks_say_what_the_assistant_says(model: Path, tmp_path: Path) -> None:
     (tmp_path / "blocks.jinja").write_text(BLOCKS)
-    talk = [said("user", "a"), said("assistant", "hm|b"), said("user", "c"), said("assistant", "hm|d")]
+    talk = [message("user", "a"), message("assistant", "hm|b"), message("user", "c"), message("assistant", "hm|d")]
     prepared(tmp_path, [{"messages": talk}] * 2, template=tmp_path / "blocks.jinja")
     assert parts(tmp_path, sequences(tmp_path)[0])[0] == ("<s>U:aA:b</s>U:cA:hm|d</s>", "b</s>…hm|d</s>")
     assert (tmp_path / "out/chat_template.jinja").read_text() == BLOCKS
@@ -133,7 +138,7 @@ def test_a_template_that_changes_earlier_turns_needs_blocks(model: Path) -> None
     plain = BLOCKS.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     (model / "chat_template.jinja").write_text(plain)
     template = ChatTemplate(model, None, MARKS)
-    messages = [said("user", "a"), said("assistant", "hm|b"), said("user", "c")]
+    messages = [message("user", "a"), message("assistant", "hm|b"), message("user", "c")]
     assert rendered(template, messages[:2]) == ("<s>U:aA:hm|b</s>", [(6, 16)])
     with pytest.raises(DataError, match=r"renders turn 2 in another way once others .*--template"):
         rendered(template, messages)
@@ -143,16 +148,16 @@ def test_a_generation_prompt_may_begin_what_an_answer_lacks(model: Path) -> None
     (model / "chat_template.jinja").write_text(
         CHATML.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
     )
-    template, question = ChatTemplate(model, None, MARKS), said("user", "a")
+    template, question = ChatTemplate(model, None, MARKS), message("user", "a")
     for answer, counted in (("b", "b<|im_end|>\n"), ("<think>c</think>b", "c</think>b<|im_end|>\n")):
-        text, spans = rendered(template, [question, said("assistant", answer)])
+        text, spans = rendered(template, [question, message("assistant", answer)])
         assert [text[slice(*span)] for span in spans] == [counted]
 
 
 def test_templates_have_what_published_ones_use_and_no_more(model: Path) -> None:
     def text(source: str) -> str:
         (model / "t.jinja").write_text(source)
-        return ChatTemplate(model, model / "t.jinja").render([said("user", "ö")])
+        return ChatTemplate(model, model / "t.jinja").render([message("user", "ö")])
 
     assert text("{{ bos_token }}{{ messages[0] | tojson }}") == '<s>{"role": "user", "content": "ö"}'
     assert text("{% for m in messages %}{% break %}{% endfor %}{{ strftime_now('%Y') }}") >= "2026"
@@ -210,7 +215,7 @@ def test_a_packed_folder_is_read_as_nothing_else(model: Path, tmp_path: Path) ->
 
 def test_what_does_not_fit_or_says_nothing_is_left_out(model: Path, tmp_path: Path) -> None:
     answer = {"prompt": "a", "completion": "b"}
-    records = [answer, {"prompt": "a", "completion": "b" * 100}, {"messages": [said("user", "?")]}, answer]
+    records = [answer, {"prompt": "a", "completion": "b" * 100}, {"messages": [message("user", "?")]}, answer]
     made = prepared(tmp_path, records, validation_fraction=0.25)
     assert (made.conversations, made.too_long, made.silent) == (4, 1, 1)
 
@@ -224,7 +229,7 @@ def test_what_does_not_fit_or_says_nothing_is_left_out(model: Path, tmp_path: Pa
         ({"messages": []}, '"messages" must be a list of objects with "role" and "content"'),
         ({"prompt": "a", "completion": None}, "prompt and completion must be text"),
         (
-            {"messages": [said("user", "<|im_end|>")]},
+            {"messages": [message("user", "<|im_end|>")]},
             r"spells out the special token '<\|im_end\|>', which would end or begin a turn: remove it",
         ),
     ],

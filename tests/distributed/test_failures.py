@@ -58,15 +58,15 @@ def test_a_process_whose_peer_was_killed_says_so_and_asks_to_be_tried_again() ->
         second.wait(timeout=60)
         _, err = first.communicate(timeout=120)
     assert first.returncode == EXIT_TRY_AGAIN, err
-    told = [line for line in err.splitlines() if line.startswith("PEER-FAILURE")]
-    assert len(told) == 1
-    assert re.fullmatch(r"PEER-FAILURE rank=0 step=0 cause=.+", told[0])
+    reported = [line for line in err.splitlines() if line.startswith("PEER-FAILURE")]
+    assert len(reported) == 1
+    assert re.fullmatch(r"PEER-FAILURE rank=0 step=0 cause=.+", reported[0])
 
 
 def test_a_second_sigterm_ends_a_process_even_in_a_collective() -> None:
     with two("waits") as (first, _):
         assert first.stdout is not None
-        assert "waits\n" in iter(first.stdout.readline, ""), "not before gloo has told what it does"
+        assert "waits\n" in iter(first.stdout.readline, ""), "not before gloo has reported what it does"
         time.sleep(0.5)
         first.send_signal(signal.SIGTERM)
         time.sleep(SAME_SIGNAL_S + 0.5)
@@ -94,7 +94,7 @@ run_and_exit(main)
 
 
 @pytest.mark.parametrize(
-    ("ending", "code", "said"),
+    ("ending", "code", "output"),
     [
         ('raise ConfigError("log.dir=x is wrong")', 2, "error: log.dir=x is wrong\n"),
         ('raise RuntimeError("bug")', 1, "RuntimeError: bug\n"),
@@ -102,8 +102,8 @@ run_and_exit(main)
         ("pass", 0, ""),
     ],
 )
-def test_no_thread_of_a_library_keeps_a_process_that_has_ended(ending: str, code: int, said: str) -> None:
+def test_no_thread_of_a_library_keeps_a_process_that_has_ended(ending: str, code: int, output: str) -> None:
     ended = subprocess.run([sys.executable, "-c", HELD.format(ending)], capture_output=True, text=True, timeout=120)
     assert ended.returncode == code
-    assert ended.stderr.endswith(said)
-    assert ended.stderr == said or code == 1
+    assert ended.stderr.endswith(output)
+    assert ended.stderr == output or code == 1

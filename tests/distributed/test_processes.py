@@ -64,7 +64,7 @@ def clear(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "reported"),
     [
         (["--num-processes=2"], "--num-processes=2 also needs --coordinator and --process-id"),
         (["--coordinator=h:1", "--process-id=0"], "--coordinator=h:1 --process-id=0 also needs --num-processes:"),
@@ -79,8 +79,8 @@ def clear(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
         (["--coordinator=h:1", "--num-processes=1", "--process-id=0", "--distributed=off"], "drop one of them"),
     ],
 )
-def test_flags_that_contradict_are_refused_with_a_cure(flags: list[str], told: str) -> None:
-    with pytest.raises(UserError, match=told) as refusal:
+def test_flags_that_contradict_are_refused_with_a_cure(flags: list[str], reported: str) -> None:
+    with pytest.raises(UserError, match=reported) as refusal:
         parse(*flags)
     assert "\n" not in str(refusal.value)
 
@@ -131,7 +131,7 @@ def test_variables_of_a_cluster_without_a_valid_rank_are_refused_before_jax_read
 
 
 @pytest.mark.parametrize(
-    ("environ", "told"),
+    ("environ", "reported"),
     [
         (SLURM | {"SLURM_JOB_ID": "x"}, "variables of SLURM .* invalid literal .*pass --coordinator"),
         (SLURM | {"SLURM_STEP_NODELIST": ""}, "gives :.* as the coordinator, which must be HOST:PORT: set JAX_"),
@@ -142,11 +142,11 @@ def test_variables_of_a_cluster_without_a_valid_rank_are_refused_before_jax_read
     ],
 )
 def test_other_variables_that_jax_cannot_read_are_refused_with_a_cure(
-    environ: Mapping[str, str], told: str, clear: pytest.MonkeyPatch
+    environ: Mapping[str, str], reported: str, clear: pytest.MonkeyPatch
 ) -> None:
     for each, text in environ.items():
         clear.setenv(each, text)
-    with pytest.raises(ProcessError, match=told):
+    with pytest.raises(ProcessError, match=reported):
         initialize(parse(), None)
 
 
@@ -204,17 +204,17 @@ def test_simulated_devices_have_threads_and_compile_quickly_unless_the_environme
     clear: pytest.MonkeyPatch,
 ) -> None:
     clear.delenv("PJRT_NPROC")
-    tell = "import os; print(os.environ['PJRT_NPROC'], os.environ['XLA_FLAGS'], float(jax.jit(lambda: 2.0)()))"
+    report = "import os; print(os.environ['PJRT_NPROC'], os.environ['XLA_FLAGS'], float(jax.jit(lambda: 2.0)()))"
     for in_background, threads in ((True, 32), (False, 8)):
         clear.setenv("XLA_FLAGS", "--xla_backend_extra_options=xla_cpu_disable_slp_vectorizer")
-        code, out, err = run_python(f"initialize(Processes(), 4, in_background={in_background}); {tell}")
+        code, out, err = run_python(f"initialize(Processes(), 4, in_background={in_background}); {report}")
         assert code == 0, err
         found, *flags, _ = out.split()
         assert (int(found), flags[0]) == (threads, "--xla_backend_extra_options=xla_cpu_disable_slp_vectorizer")
         assert len(flags) == 1, "what the environment says stays"
     clear.setenv("PJRT_NPROC", "5")
     clear.setenv("XLA_FLAGS", "")
-    code, out, err = run_python(f"initialize(Processes(), 4, quick_compile=True); {tell}")
+    code, out, err = run_python(f"initialize(Processes(), 4, quick_compile=True); {report}")
     flags = [f"{name}={value}" for name, value in (processes.NO_UNROLLING | processes.OLDER_EMITTERS).items()]
     assert (code, out.split()) == (0, ["5", *flags, "2.0"]), err
 
@@ -255,8 +255,8 @@ def test_tasks_of_a_slurm_job_join_by_themselves(clear: pytest.MonkeyPatch) -> N
         )
         for i in range(2)
     ]
-    told = [task.communicate(timeout=60)[0].splitlines()[-1] for task in tasks]
-    assert told == ["0 2 2", "1 2 2"]
+    reported = [task.communicate(timeout=60)[0].splitlines()[-1] for task in tasks]
+    assert reported == ["0 2 2", "1 2 2"]
 
 
 @pytest.mark.parametrize("is_main", [True, False])

@@ -1,4 +1,4 @@
-"""Processes that assemble before jax joins them: for whom they wait, and that strangers keep nobody out."""
+"""Processes that assemble before jax joins them: for whom they wait, and that strangers keep no process out."""
 
 import json
 import re
@@ -74,9 +74,9 @@ def test_all_leave_together_whoever_else_calls() -> None:
     """Two strangers stay, one of them silent and one in the middle of a line; process 1 leaves and comes again."""
     with reserved_port() as port:
         first, problems = in_background(lambda: wait_for_all(meeting(port, 0)))
-        for said in STRANGE:
+        for output in STRANGE:
             with called(port) as stranger:
-                stranger.sendall(said)
+                stranger.sendall(output)
         with called(port), called(port) as slow:
             slow.sendall(b'{"process": 1')
             with called(port) as died:
@@ -101,10 +101,10 @@ def test_who_is_missing_is_said_and_then_an_error_of_all_who_are_there(
         with pytest.raises(AbsentError) as refusal:
             wait_for_all(meeting(port, 0, timeout_s=1.5))
         other.join(timeout=120)
-    said = capsys.readouterr().err.splitlines()
+    output = capsys.readouterr().err.splitlines()
     where = f"127.0.0.1:{port}"
-    assert len(said) == 2
-    for line in said:
+    assert len(output) == 2
+    for line in output:
         assert re.fullmatch(
             rf"waiting for process(es 1, 2| 1) at {where} \([12] of 3 processes are here\), at most 1.5 s"
             rf"|process 2 waits for (process 0|the others) at {where}( \(Connection refused\))?, at most 20 s",
@@ -121,18 +121,18 @@ def test_who_is_missing_is_said_and_then_an_error_of_all_who_are_there(
 
 
 @pytest.mark.parametrize(
-    ("process", "of", "told"),
+    ("process", "of", "reported"),
     [
         (1, 2, "process 0 has --num-processes=3, and process 1 has 2"),
         (2, 3, "there is a process with --process-id=2 already"),
     ],
 )
-def test_a_process_that_does_not_fit_is_refused(process: int, of: int, told: str) -> None:
+def test_a_process_that_does_not_fit_is_refused(process: int, of: int, reported: str) -> None:
     with reserved_port() as port:
         first, problems = in_background(lambda: wait_for_all(meeting(port, 0, timeout_s=5)))
         with called(port) as second:
             second.sendall(json.dumps({"process": 2, "of": 3}).encode() + b"\n")
-            with pytest.raises(ProcessError, match=told):
+            with pytest.raises(ProcessError, match=reported):
                 roll_call._call(meeting(port, process, num_processes=of))
             with called(port) as third:
                 third.sendall(b'{"process": 1, "of": 3}\n')
@@ -154,11 +154,13 @@ def test_trainings_whose_peers_do_not_come_say_so_and_end_with_exit_code_2(tmp_p
         started = [[*command, f"--process-id={i}"] for i in (0, 2)]
         codes, errors = ended(started)
     assert codes == [2, 2], errors
-    (waits, told), (*others_wait, others_told) = (error.splitlines() for error in errors)
+    (waits, reported), (*others_wait, others_told) = (error.splitlines() for error in errors)
     assert re.fullmatch(
         r"waiting for process.* at 127\.0\.0\.1:\d+ \([12] of 3 processes are here\), at most 4 s", waits
     )
-    assert all(line.startswith("process 2 waits for ") for line in others_wait), "it may be late, and be told at once"
-    for line in (told, others_told):
+    assert all(line.startswith("process 2 waits for ") for line in others_wait), (
+        "it may be late, and get the error at once"
+    )
+    for line in (reported, others_told):
         assert line.startswith("error: --coordinator=127.0.0.1:")
     assert not (tmp_path / "run").exists()

@@ -25,7 +25,7 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 
 
 def test_a_failure_on_one_host_starts_all_again_at_once(hosts: Hosts) -> None:
-    """Rank 1 is on host 1; it is killed, and then told to end."""
+    """Rank 1 is on host 1; it is killed, and then asked to end."""
     hosts.start_both("saves-on-sigterm")
     for host in (0, 1):
         hosts.wait_for(host, RUNS.format(host))
@@ -38,8 +38,8 @@ def test_a_failure_on_one_host_starts_all_again_at_once(hosts: Hosts) -> None:
     assert_all_end([hosts.ids(host)[0] for host in (0, 1)])
     hosts.launchers[1].terminate()
     assert hosts.codes() == [0, 0]
-    assert "rank 0 saved\n" in hosts.said(0)
-    assert "[rank 1] rank 1 saved\n" in hosts.said(1)
+    assert "rank 0 saved\n" in hosts.output(0)
+    assert "[rank 1] rank 1 saved\n" in hosts.output(1)
     assert hosts.launcher_said(0)[-1] == (
         "rank 1 on host 1 failed first, killed by SIGKILL: all start again in 0 s, try 1 of 3"
     )
@@ -84,11 +84,11 @@ def test_the_others_go_on_without_a_lost_host_and_take_it_in_again(hosts: Hosts)
     assert hosts.launcher_said(0)[1:] == [
         "rank 1 on host 1 failed first, lost with its host: all start again in 0 s, try 1 of 3",
         f"at {hosts.address}, waits for host 1, at most 2 s",
-        "1 of 2 hosts go on",
+        "1 of 2 hosts continue",
         "host 1 has come: all start again",
-        "2 of 2 hosts go on",
+        "2 of 2 hosts continue",
     ]
-    assert hosts.said(0).count("rank 0 saved\n") == 2, "once for the host that came"
+    assert hosts.output(0).count("rank 0 saved\n") == 2, "once for the host that came"
 
 
 def test_the_others_end_their_processes_when_host_0_is_lost_and_follow_it_when_it_returns(hosts: Hosts) -> None:
@@ -105,9 +105,9 @@ def test_the_others_end_their_processes_when_host_0_is_lost_and_follow_it_when_i
         hosts.launchers[0].terminate()
         time.sleep(1.5)
     assert hosts.codes() == [143, 143]
-    told = hosts.launcher_said(1)
-    lost = told.index("host 0 is lost: its return is waited for, at most 600 s")
-    assert told[lost + 1] == "host 1 has joined"
+    reported = hosts.launcher_said(1)
+    lost = reported.index("host 0 is lost: its return is waited for, at most 600 s")
+    assert reported[lost + 1] == "host 1 has joined"
     assert_all_end([*hosts.ids(0), *hosts.ids(1)])
 
 
@@ -116,21 +116,21 @@ def test_bad_input_of_every_host_is_told_once_and_another_command_is_refused(hos
     hosts.wait_for(0, "waits for host 1")
     hosts.start(1, "bad-input", "of-another-kind")
     assert hosts.launchers[1].wait(timeout=120) == 2
-    assert hosts.said(1) == (
+    assert hosts.output(1) == (
         f"error: --rendezvous={hosts.address} refuses host 1 (it was started with another command): "
         f"give all hosts the same command, with a --host of their own, and the same {TOKEN}\n"
     )
     hosts.start(1, "bad-input")
     assert hosts.codes() == [2, 2]
     assert hosts.launcher_said(0) == [f"at {hosts.address}, waits for host 1, at most 600 s"]
-    assert [hosts.said(host).count("error: ") for host in (0, 1)] == [1, 0]
+    assert [hosts.output(host).count("error: ") for host in (0, 1)] == [1, 0]
 
 
 @pytest.mark.parametrize("host", [0, 1])
 def test_a_host_that_stays_alone_gives_up_in_time(host: int, hosts: Hosts) -> None:
     hosts.start(host, "--host-timeout=0.5", "arguments")
     assert hosts.launchers[host].wait(timeout=120) == 75
-    said = (
+    output = (
         "1 of 2 hosts came, and --min-hosts=2: gave up",
         f"host 0 does not take host 1 in at {hosts.address} (Connection refused): gave up",
     )
@@ -138,7 +138,7 @@ def test_a_host_that_stays_alone_gives_up_in_time(host: int, hosts: Hosts) -> No
         f"at {hosts.address}, waits for host 1, at most 0.5 s",
         f"host 0 does not answer at {hosts.address} (Connection refused): it is called for 0.5 s",
     )
-    assert hosts.launcher_said(host) == [waits[host], said[host]]
+    assert hosts.launcher_said(host) == [waits[host], output[host]]
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def act(role: str, *arguments: str, retries: int = 0) -> list[str]:
 
 
 def wait_for_ids(process: subprocess.Popen[str], count: int) -> list[int]:
-    """Ids of all processes that the ranks tell, one line each."""
+    """IDs of all processes that the ranks report, one line each."""
     assert process.stderr is not None
     return [int(text) for _ in range(count) for text in process.stderr.readline().split("runs as")[1].split()]
 
@@ -60,13 +60,13 @@ def test_devices_of_all_processes_sum_and_exchange_as_one(processes: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "told"), [("bug", 1, "ValueError: a bug"), ("bad-input", 2, "error: data.path=x is missing")]
+    ("how", "code", "reported"), [("bug", 1, "ValueError: a bug"), ("bad-input", 2, "error: data.path=x is missing")]
 )
-def test_a_lone_failure_ends_all_within_seconds_and_is_named(how: str, code: int, told: str) -> None:
+def test_a_lone_failure_ends_all_within_seconds_and_is_named(how: str, code: int, reported: str) -> None:
     began = time.monotonic()
     actual, _, err = run("--processes", "2", "--module", "tests.launched.failure", "--grace=20", "--retries=0", how)
     assert actual == code, err
-    assert f"[rank 1] {told}\n" in err
+    assert f"[rank 1] {reported}\n" in err
     assert err.endswith(f"launch: rank 1 failed first, with exit code {code}\n")
     assert time.monotonic() - began < 50
 
@@ -104,7 +104,7 @@ def test_a_failure_stops_the_others(role: str, code: int, how: str) -> None:
 
 def test_a_signal_that_one_cannot_handle_yet_ends_all() -> None:
     began = time.monotonic()
-    code, _, err = run(*act("one-is-told-to-end", "--grace=60", retries=3))
+    code, _, err = run(*act("one-is-asked-to-end", "--grace=60", retries=3))
     assert (code, err) == (128 + signal.SIGTERM, "launch: stopped by SIGTERM\n")
     assert time.monotonic() - began < 50
 
@@ -204,8 +204,8 @@ def test_the_others_go_on_without_one_that_fails_at_every_start() -> None:
     assert code == 0, err
     assert [line for line in err.splitlines() if line.startswith("launch:")] == [
         f"{FAILED}: all start again in 0 s, try 1 of 1",
-        f"{FAILED}: 3 of 4 processes go on",
-        "launch: no mesh of 3 processes: 2 of 4 processes go on",
+        f"{FAILED}: 3 of 4 processes continue",
+        "launch: no mesh of 3 processes: 2 of 4 processes continue",
     ]
     assert err.count("error: nothing trains on cpux3\n") == 1
     assert err.count("[rank 1] rank 1 in place 2\n") == 2
@@ -214,8 +214,8 @@ def test_the_others_go_on_without_one_that_fails_at_every_start() -> None:
 def test_another_mistake_of_those_that_go_on_is_told_as_it_is() -> None:
     flags = ["--processes", "2", "--min-processes", "1", "--retries", "0", "--module", "tests.launched.script"]
     code, _, err = run(*flags, "is-wrong-without-one")
-    told = [f"{FAILED}: 1 of 2 processes go on", "error: data.path=x is missing"]
-    assert (code, err.splitlines()) == (2, ["[rank 1] error: data.path=x is missing", *told])
+    reported = [f"{FAILED}: 1 of 2 processes continue", "error: data.path=x is missing"]
+    assert (code, err.splitlines()) == (2, ["[rank 1] error: data.path=x is missing", *reported])
 
 
 def test_all_are_tried_again_after_a_failure_behind_a_new_step(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_all_are_tried_again_after_a_failure_behind_a_new_step(tmp_path: Path) -
         0,
         [
             f"{FAILED}: all start again in 0 s, try 1 of 1",
-            f"{FAILED}: 1 of 2 processes go on",
+            f"{FAILED}: 1 of 2 processes continue",
             "launch: rank 0 failed first, with exit code 8: all start again in 0 s, try 1 of 1",
         ],
     )

@@ -1,4 +1,4 @@
-"""Which processes go on when one fails at every start."""
+"""Which processes continue when one fails at every start."""
 
 from pathlib import Path
 

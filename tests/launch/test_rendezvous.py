@@ -110,17 +110,17 @@ def test_a_worker_of_another_host_is_started_heard_of_ended_and_finished(events:
         assert not ending.is_alive()
 
 
-@pytest.mark.parametrize("said", ["nothing more", "a rank that does not run", "no JSON", "too much"])
-def test_a_host_that_goes_or_says_what_it_should_not_is_lost_with_its_workers(said: str, events: Events) -> None:
+@pytest.mark.parametrize("output", ["nothing more", "a rank that does not run", "no JSON", "too much"])
+def test_a_host_that_goes_or_says_what_it_should_not_is_lost_with_its_workers(output: str, events: Events) -> None:
     with opened(events) as (launch, others), called(launch) as channel:
         assert events.get(timeout=60) == (JOINED, 1)
         workers = [others.start(1, WorkerShare(rank, rank, 4, "127.0.0.1:4242", False)) for rank in (2, 3)]
-        if said == "a rank that does not run":
+        if output == "a rank that does not run":
             channel.send("ended", rank=1, code=0, reached=0, has_begun=False)
-        elif said == "nothing more":
+        elif output == "nothing more":
             channel.close()
         else:
-            channel._connection.sendall(b"[]\n" if said == "no JSON" else b"x" * (_MAX_LINE + 1))
+            channel._connection.sendall(b"[]\n" if output == "no JSON" else b"x" * (_MAX_LINE + 1))
         assert [events.get(timeout=60) for _ in workers] == [(2, 75), (3, 75)]
         assert {worker.how_it_ended() for worker in workers} == {"lost with its host"}
         assert others.missing() == {1}
@@ -155,12 +155,12 @@ def test_a_host_that_is_there_is_not_replaced_and_the_other_may_try_again(events
 
 
 @pytest.mark.parametrize(
-    "said", [b"", b"GET / HTTP/1.1\r\n\r\n", b'{"kind": "join"}\n', b"\xff\n", b"[" * 5000 + b"\n"]
+    "output", [b"", b"GET / HTTP/1.1\r\n\r\n", b'{"kind": "join"}\n', b"\xff\n", b"[" * 5000 + b"\n"]
 )
-def test_strangers_change_nothing(said: bytes, events: Events) -> None:
+def test_strangers_change_nothing(output: bytes, events: Events) -> None:
     with opened(events) as (launch, _):
         with socket.create_connection(launch.rendezvous, timeout=60) as stranger:
-            stranger.sendall(said)
+            stranger.sendall(output)
             stranger.shutdown(socket.SHUT_WR)
             while stranger.recv(1000):  # until it is hung up on
                 pass
@@ -169,7 +169,7 @@ def test_strangers_change_nothing(said: bytes, events: Events) -> None:
 
 
 def test_a_host_0_that_does_not_know_the_token_is_not_followed() -> None:
-    """It lets in whoever comes, and sends the proof back that it got."""
+    """It admits every caller, and sends the proof back that it got."""
 
     def pretend(server: socket.socket) -> None:
         channel = Channel(server.accept()[0])

@@ -14,7 +14,7 @@ TERM, KILL = signal.SIGTERM, signal.SIGKILL
 
 
 class Worker:
-    """Ends some time after it was told to."""
+    """Ends some time after it was asked to."""
 
     rank, code, reached, has_no_mesh, is_stopped, has_begun_a_step = 0, 0, 3, False, False, True
 

@@ -1,6 +1,6 @@
-"""Processes that have joined, and have connected what listens in a run, until they are told to end.
+"""Processes that have joined, and have connected what listens in a run, until they are asked to end.
 
-Meanwhile they meet again and again, and tell so when they get SIGUSR1.
+Meanwhile they meet again and again, and report it when they get SIGUSR1.
 """
 
 import argparse
@@ -29,9 +29,9 @@ strangers: list[socket.socket] = []
 
 def call_last(address: str, port: int, process: int) -> socket.socket:
     """Strangers call before: one is silent and stays."""
-    for said in (b"", b"GET / HTTP/1.1\r\n\r\n"):
+    for output in (b"", b"GET / HTTP/1.1\r\n\r\n"):
         with socket.create_connection((address, port)) as stranger:
-            stranger.sendall(said)
+            stranger.sendall(output)
     strangers.append(socket.create_connection((address, port)))
     return call(address, port, process)
 
@@ -44,17 +44,17 @@ signal.signal(signal.SIGUSR1, lambda *_: asked.append(1))
 signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # jax's own handler waits for a step
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """One line on stderr."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 
 
-say(f"rank {arguments.process_id} runs as {os.getpid()}")
+log(f"rank {arguments.process_id} runs as {os.getpid()}")
 while True:
     multihost_utils.sync_global_devices("a step")
     if asked:
         asked.clear()
         multihost_utils.sync_global_devices("a step")
-        say(f"rank {arguments.process_id} is well")
+        log(f"rank {arguments.process_id} is well")
     time.sleep(0.1)

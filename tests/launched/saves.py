@@ -48,7 +48,7 @@ def without_room(here: bool) -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def tell(text: str) -> None:
+def report(text: str) -> None:
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 
@@ -60,7 +60,7 @@ with log, Checkpoints(run, 2, log, digest_program(state_of(0)), about) as checkp
     for step, fails_at in ((1, None), (2, 1), (3, 0), (4, None)):
         with without_room(rank == fails_at):
             checkpoints.save(step, state_of(step), data={})
-            tell(f"newest behind step {step}: {checkpoints.newest()}")
+            report(f"newest after step {step}: {checkpoints.newest()}")
 assert time.monotonic() - began < 60, "processes waited for each other"
 
 whole = checkpoint_files._check_arrays
@@ -74,4 +74,4 @@ def check_arrays(storage: Storage, step: int) -> None:
 
 checkpoint_files._check_arrays = check_arrays
 found: dict[int, str] = {}
-tell(f"newest: {agreed_newest(run, found)}, {found}")
+report(f"newest: {agreed_newest(run, found)}, {found}")

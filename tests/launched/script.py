@@ -12,23 +12,23 @@ from moe_jax.distributed.heartbeat import report_no_mesh, report_progress
 role, rank = sys.argv[1], int(sys.argv[-1])
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """One line on stderr in one write: unbuffered, print writes a line's end apart, and others write in between."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 
 
 def leave(*_: object) -> None:
-    say(f"rank {rank} saved")
+    log(f"rank {rank} saved")
     sys.exit(0)
 
 
 if role == "arguments":
     print(" ".join(sys.argv[2:]))
-    say("a line for stderr")
+    log("a line for stderr")
 elif role == "bad-input":
-    time.sleep(0.1 * (2 - rank))  # process 0 is the last to tell
-    say("error: train.steps=0 must be at least 1")
+    time.sleep(0.1 * (2 - rank))  # process 0 is the last to report
+    log("error: train.steps=0 must be at least 1")
     sys.exit(2)
 elif role == "one-fails":
     if rank == 1:
@@ -38,24 +38,24 @@ elif role == "one-crashes":
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
-elif role == "one-is-told-to-end":
+elif role == "one-is-asked-to-end":
     if rank == 1:
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(60)
 elif role == "saves-on-sigterm":
     signal.signal(signal.SIGTERM, leave)
-    say(f"rank {rank} runs as {os.getpid()}")
+    log(f"rank {rank} runs as {os.getpid()}")
     for _ in range(600):  # a signal that comes just before a sleep does not end it
         time.sleep(0.1)
 elif role == "ignores-sigterm":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     helper = subprocess.Popen(["sleep", "60"])
-    say(f"rank {rank} runs as {os.getpid()} {helper.pid}")
+    log(f"rank {rank} runs as {os.getpid()} {helper.pid}")
     time.sleep(60)
 elif role == "has-a-broken-place":  # the second; and no mesh of other than 1, 2 or 4 processes
-    say(f"rank {rank} in place {os.environ['JAX_LOCAL_DEVICE_IDS']}")
+    log(f"rank {rank} in place {os.environ['JAX_LOCAL_DEVICE_IDS']}")
     if int(sys.argv[sys.argv.index("--num-processes") + 1]) == 3:
-        say("error: nothing trains on cpux3")
+        log("error: nothing trains on cpux3")
         report_no_mesh()
         sys.exit(2)
     if os.environ["JAX_LOCAL_DEVICE_IDS"] == "1":
@@ -64,7 +64,7 @@ elif role == "has-a-broken-place":  # the second; and no mesh of other than 1, 2
         time.sleep(60)
 elif role == "is-wrong-without-one":  # the second of two is broken, and what the other one then finds is no mesh
     if "1" in (os.environ["JAX_LOCAL_DEVICE_IDS"], sys.argv[sys.argv.index("--num-processes") + 1]):
-        say("error: data.path=x is missing")
+        log("error: data.path=x is missing")
         sys.exit(2 if os.environ["JAX_LOCAL_DEVICE_IDS"] == "0" else 7)
     time.sleep(60)
 elif role == "is-broken-for-a-while":  # FILE: the second place, until the first, alone, has made a step and fails
@@ -80,7 +80,7 @@ elif role == "goes-back":  # and takes its time
     for step in (0, 1, 2, 3, 1):
         report_progress(step)
     time.sleep(2)
-elif rank == 0:  # of the roles below: goes on until process 1 is done
+elif rank == 0:  # of the roles below: continues until process 1 is done
     done = Path(f"{sys.argv[2]}.done")
     for _ in range(600):
         report_progress(0)
@@ -97,14 +97,14 @@ elif role == "trains":  # FILE STEP…: at each start it reaches the next of the
             report_progress(step)
         sys.exit(7)
     Path(f"{starts}.done").touch()
-elif role == "hangs":  # FILE HOW: the first time, behind step 3
+elif role == "hangs":  # FILE HOW: the first time, after step 3
     started = Path(sys.argv[2])
     report_progress(0)
     if started.exists():
         Path(f"{started}.done").touch()
         sys.exit(0)
     started.touch()
-    say(f"rank {rank} runs as {os.getpid()}")
+    log(f"rank {rank} runs as {os.getpid()}")
     for step in range(600):
         if step < 4 or sys.argv[3] != "silently":
             report_progress(step)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Hosts:
-    """Their launchers, and what each has said since its start. A context: leaving it kills them."""
+    """Their launchers, and what each has printed since its start. A context: leaving it kills them."""
 
     def __init__(self, folder: Path, module: str = "tests.launched.script", address: str = "127.0.0.1") -> None:
         with socket.create_server((address, 0)) as free:
@@ -40,7 +40,7 @@ class Hosts:
             self.launchers[host] = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log)
 
     def start_both(self, *arguments: str) -> None:
-        """Host 1 comes only when host 0 has said that it waits: what host 0 says next is then always the same."""
+        """Host 1 comes only when host 0 has reported that it waits: its next lines are then always the same."""
         self.start(0, *arguments)
         self.wait_for(0, "waits for host 1")
         self.start(1, *arguments)
@@ -48,21 +48,21 @@ class Hosts:
     def log(self, host: int) -> Path:
         return self._folder / ("output" if host == 0 else f"output{host}")
 
-    def said(self, host: int) -> str:
+    def output(self, host: int) -> str:
         return self.log(host).read_text()
 
     def launcher_said(self, host: int) -> list[str]:
-        return [line[8:] for line in self.said(host).splitlines() if line.startswith("launch: ")]
+        return [line[8:] for line in self.output(host).splitlines() if line.startswith("launch: ")]
 
     def wait_for(self, host: int, text: str, times: int = 1, seconds: float = 120) -> None:
         deadline = time.monotonic() + seconds
-        while self.said(host).count(text) < times:
-            assert time.monotonic() < deadline, f"{text!r} is not in {self.said(0)!r} and {self.said(1)!r}"
+        while self.output(host).count(text) < times:
+            assert time.monotonic() < deadline, f"{text!r} is not in {self.output(0)!r} and {self.output(1)!r}"
             time.sleep(0.02)
 
     def ids(self, host: int) -> list[int]:
-        """Of the processes that told theirs, in their order."""
-        return [int(text) for text in re.findall(r"runs as (\d+)", self.said(host))]
+        """The process IDs that were reported, in their order."""
+        return [int(text) for text in re.findall(r"runs as (\d+)", self.output(host))]
 
     def codes(self, seconds: float = 120) -> list[int]:
         return [self.launchers[host].wait(timeout=seconds) for host in (0, 1)]

@@ -46,10 +46,10 @@ def hear(case: str, check: Any, *given: Any) -> None:
     """Tell what a check says."""
     try:
         check(*given)
-        told = "as it should be"
+        reported = "as it should be"
     except UserError as error:
-        told = f"{error.exit_code} {error}"
-    sys.stderr.write(f"{case}: {told}\n")
+        reported = f"{error.exit_code} {error}"
+    sys.stderr.write(f"{case}: {reported}\n")
     sys.stderr.flush()
 
 

@@ -111,7 +111,7 @@ def test_a_permute_uses_the_network_if_one_of_its_messages_does(pairs: str, netw
     [
         ("all-to-all(%x)", 3 * 10, 4 * 10),  # a block of 10 bytes for every rank
         ("ragged-all-to-all(%x, %x, %x, %x, %x, %x)", 3 * 10, 4 * 10),
-        ("reduce-scatter(%x)", 3 * 20, 10),  # summed inside first: a quarter each, of which one half goes on
+        ("reduce-scatter(%x)", 3 * 20, 10),  # summed inside first: a quarter each, of which one half is sent on
         ("all-gather(%x)", 3 * 160, 80),  # own bytes to the other node, then those of two ranks to three neighbours
         ("all-reduce(%x)", 2 * 60, 2 * 10),  # the two above
     ],

@@ -33,7 +33,7 @@ def test_calls_run_back_and_forth_and_the_median_counts(monkeypatch: pytest.Monk
     clock = Clock(monkeypatch)
     made = {"even": clock.call("even", 1.0), "uneven": clock.call("uneven", 1.0, 1.0, 9.0, 2.0, 3.0)}
     found = time_interleaved(made, rounds=3)
-    assert found.seconds == {"even": 1.0, "uneven": 3.0}, "of what is behind the first two calls"
+    assert found.seconds == {"even": 1.0, "uneven": 3.0}, "of what follows the first two calls"
     assert not found.failed
     assert clock.log[4:] == ["uneven", "even", "even", "uneven", "uneven", "even"]
 

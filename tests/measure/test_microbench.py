@@ -122,9 +122,9 @@ def test_a_product_repeated_often_neither_grows_nor_fades() -> None:
 
 def test_each_round_runs_everything_and_curves_have_all_sizes() -> None:
     programs = compile_all(operations(KINDS, QUICK, [CommGroup(4, 1)], MACHINE, FLOAT32), FLOAT32)
-    told: list[str] = []
-    times = times_of(programs, FLOAT32, rounds=2, round_s=0.0, report=told.append)
-    assert told == ["round 1 of 2", "round 2 of 2"]
+    reported: list[str] = []
+    times = times_of(programs, FLOAT32, rounds=2, round_s=0.0, report=reported.append)
+    assert reported == ["round 1 of 2", "round 2 of 2"]
     assert {len(each) for each in times} == {2}
     curves = curves_of([program.operation for program in programs], times)
     sizes = Counter(each.name for each in curves)
@@ -151,7 +151,7 @@ def command(*arguments: str) -> str:
 
 def test_the_command_writes_a_profile_and_a_plot_on_simulated_devices(tmp_path: Path) -> None:
     path = tmp_path / "profiles" / "two.json"
-    said = command("moe_jax.measure", "--cpu-devices", "2", "--quick", "--rounds", "2", "--out", str(path))
+    output = command("moe_jax.measure", "--cpu-devices", "2", "--quick", "--rounds", "2", "--out", str(path))
     profile = read_profile(path)
     assert (profile.platform, profile.devices, profile.processes, profile.node_devices) == ("cpu", 2, 1, 2)
     assert profile.memory_bytes is None, "CPUs do not report"
@@ -161,20 +161,20 @@ def test_the_command_writes_a_profile_and_a_plot_on_simulated_devices(tmp_path: 
     }
     assert profile.find("all_to_all.flat", ranks=2, stride=1).seconds(1e6) > 0
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    assert said.endswith(f"written: {path}\nwritten: {path.with_suffix('.png')}\n")
+    assert output.endswith(f"written: {path}\nwritten: {path.with_suffix('.png')}\n")
 
 
 def test_two_processes_measure_together_and_one_of_them_writes(tmp_path: Path) -> None:
     path = tmp_path / "two.json"
     launch = ("moe_jax.launch", "--processes", "2", "--module", "moe_jax.measure")
-    said = command(
+    output = command(
         *launch, "--cpu-devices", "4", "--quick", "--rounds", "1", "--only", "collectives", "--out", str(path)
     )
     profile = read_profile(path)
     assert (profile.devices, profile.processes, profile.node_devices) == (4, 2, 2)
     assert {(each.settings["ranks"], each.settings["stride"]) for each in profile.curves} == {(2, 1), (4, 1), (2, 2)}
     assert any(each.name == "all_to_all.hier_2d" for each in profile.curves), "two nodes of two"
-    assert said.count("written:") == 2
+    assert output.count("written:") == 2
     assert {each.name for each in tmp_path.iterdir()} == {"two.json", "two.png"}
 
 

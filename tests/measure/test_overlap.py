@@ -18,12 +18,14 @@ def us(*seconds: float) -> list[float]:
     return [pytest.approx(1e6 * value, abs=1e-6) for value in seconds]
 
 
-@pytest.mark.parametrize(("beside", "exposed"), [(0, 40), (15, 25), (40, 0), (60, 0)])
-def test_a_transfer_is_exposed_as_far_as_compute_beside_it_is_too_short(beside: int, exposed: int) -> None:
-    result = run(work("a", 5), start("s", 40), *([work("b", beside)] if beside else []), done("s"), work("c", 7))
+@pytest.mark.parametrize(("concurrent", "exposed"), [(0, 40), (15, 25), (40, 0), (60, 0)])
+def test_a_transfer_is_exposed_as_far_as_compute_beside_it_is_too_short(concurrent: int, exposed: int) -> None:
+    result = run(
+        work("a", 5), start("s", 40), *([work("b", concurrent)] if concurrent else []), done("s"), work("c", 7)
+    )
     assert us(result.exposed_s, result.hidden_s) == [exposed, 40 - exposed]
-    assert us(result.step_s) == [5 + max(40, beside) + 7]
-    assert us(result.collectives[0].inside_s) == [beside]
+    assert us(result.step_s) == [5 + max(40, concurrent) + 7]
+    assert us(result.collectives[0].inside_s) == [concurrent]
 
 
 def test_compute_behind_the_done_hides_nothing() -> None:

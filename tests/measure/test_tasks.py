@@ -1,4 +1,4 @@
-"""A schedule held against its program: what is found, merged, split and moved."""
+"""A schedule compared with its program: what is found, merged, split and moved."""
 
 import pytest
 

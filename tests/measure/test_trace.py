@@ -41,11 +41,11 @@ def test_collectives_are_told_from_computations(operations):
 
 
 def test_every_device_ran_its_tasks_in_order(operations):
-    """All eight ran the sum, and none of the products behind it began before the first sum ended."""
+    """All eight ran the sum, and none of the products after it began before the first sum ended."""
     sums = [operation for operation in operations if operation.communicates]
-    behind = [operation for operation in operations if operation.task == "B.expert.3.0"]
+    later = [operation for operation in operations if operation.task == "B.expert.3.0"]
     assert len(sums) == 8
-    assert min(operation.start_s for operation in behind) >= min(operation.end_s for operation in sums)
+    assert min(operation.start_s for operation in later) >= min(operation.end_s for operation in sums)
 
 
 def test_operations_know_their_device_and_how_often_it_ran_them(operations):

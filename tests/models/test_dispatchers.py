@@ -132,7 +132,7 @@ ROWS_OF: dict[str, Callable[..., list[np.ndarray]]] = {
 
 
 def places_in(experts: list[np.ndarray], used_E: np.ndarray) -> list[tuple[int, int, int]]:
-    """Who sits where, by what the rows carry; places go on where the parts before have ended."""
+    """Who sits where, by what the rows carry; places continue where the parts before have ended."""
     places = []
     for expert, rows in enumerate(experts):
         for place in np.flatnonzero(rows[:, 0]):

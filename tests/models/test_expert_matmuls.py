@@ -1,4 +1,4 @@
-"""Experts' products of 8-bit operands against a slow twin: values and gradients of every form of product."""
+"""Experts' products of 8-bit operands against a slow reference: values and gradients of every form of product."""
 
 from collections import Counter
 
@@ -55,7 +55,7 @@ def test_a_row_that_is_not_finite_is_told_and_no_other(bad):
 
 
 def of_groups(x, w, groups):
-    """The twin: one group of rows after another."""
+    """The reference: one group of rows after another."""
     return jnp.concatenate([fp8_product(x[rows], w_DF) for rows, w_DF in zip(groups, w, strict=True)])
 
 

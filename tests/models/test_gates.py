@@ -1,4 +1,4 @@
-"""What each gate decides, and what its parameters learn from it, against its slow twin.
+"""What each gate decides, and what its parameters learn from it, against its slow reference.
 
 T tokens, D features, E experts, k choices.
 """
@@ -84,7 +84,7 @@ def through(decision: Any, x_TD: jax.Array, moe: MoEConfig) -> jax.Array:
 
 
 def by_reference(params: Any, x_TD: jax.Array, router_inputs: RouterInputs, moe: MoEConfig) -> tuple[Any, ...]:
-    """The same, and probabilities and logits, by the slow twin."""
+    """The same, and probabilities and logits, by the slow reference."""
     everyone = [np.arange(len(x_TD))]
     if moe.gate == "softmoe":
         return gate_references.softmoe(params, x_TD, moe, everyone, lambda expert, rows: NUMBERS[expert] * rows)

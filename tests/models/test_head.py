@@ -24,7 +24,7 @@ def example(model, sequences=3, length=8):
     return params, x_BnD, rng.integers(0, 40, (sequences, length))
 
 
-def twin(params, x_BnD, target_Bn, model, z_weight):
+def reference(params, x_BnD, target_Bn, model, z_weight):
     head = params["embedding"].T if model.tie_word_embeddings else params["head"]
     logits = references.norm(x_BnD, params["norm"], model.rms_norm_eps) @ head
     log_share = jax.nn.log_softmax(logits)
@@ -51,7 +51,7 @@ def test_chunks_have_the_loss_and_gradients_of_the_whole(tied, z_weight, loss_ch
     model = dataclasses.replace(MODEL, tie_word_embeddings=tied)
     params, x_BnD, target_Bn = example(model, length=length)
     assert tokens_of_chunk(target_Bn.size, model.vocab_size, loss_chunk) == size
-    expected = jax.value_and_grad(twin, argnums=(0, 1), has_aux=True)(params, x_BnD, target_Bn, model, z_weight)
+    expected = jax.value_and_grad(reference, argnums=(0, 1), has_aux=True)(params, x_BnD, target_Bn, model, z_weight)
     run = jax.jit(jax.value_and_grad(loss_of(model, loss_chunk, z_weight), argnums=(0, 1), has_aux=True))
     found = run(params, x_BnD, target_Bn)
     without_gradient = jax.jit(loss_of(model, loss_chunk, z_weight))(params, x_BnD, target_Bn)

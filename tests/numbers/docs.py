@@ -252,7 +252,7 @@ _copies = result("replicas")
 
 
 def _later(run: str) -> str:
-    """Least and largest of the greater loads, behind the move."""
+    """Least and largest of the greater loads, after the move."""
     largest = [max(loads) for loads in list(_copies["rank_load_max_over_mean"][run].values())[2:]]
     every = [load for loads in list(_copies["rank_load_max_over_mean"][run].values())[2:] for load in loads]
     return _digits(min(every), max(largest))

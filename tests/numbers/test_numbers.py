@@ -1,6 +1,6 @@
 """Every number in a table of README.md and docs/ stands in a results file, or below with the reason why it does not.
 
-Of sentences only those in `sentences.py` are held against results."""
+Of sentences only those in `sentences.py` are compared with results."""
 
 import pytest
 

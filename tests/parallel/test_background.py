@@ -57,7 +57,7 @@ def test_stages_send_around_the_ring_both_ways():
 
 
 def test_only_what_a_stage_waits_for_travels():
-    """Device 1 of each ring of four sends to device 2, and nobody else does; others get zeros, and no handle."""
+    """Device 1 of each ring of four sends to device 2, and no other does; others get zeros, and no handle."""
 
     def body(x):
         place = jax.lax.axis_index(Axis.EXPERT)
@@ -93,7 +93,7 @@ def test_connecting_another_mesh_ends_the_threads_of_the_one_before():
 def test_closing_sends_the_rest_tells_who_waits_and_ends_the_reader(monkeypatch):
     ours, theirs = socket.socketpair()
     monkeypatch.setattr(post, "_connections", lambda: {1: ours})
-    before, told = set(threading.enumerate()), []
+    before, reported = set(threading.enumerate()), []
     box = P2PTransport((0, 1))
     readers = set(threading.enumerate()) - before
 
@@ -101,14 +101,14 @@ def test_closing_sends_the_rest_tells_who_waits_and_ends_the_reader(monkeypatch)
         try:
             box.receive(MessageTag(1, 0, 0, 0))
         except ConnectionError as error:
-            told.append(error)
+            reported.append(error)
 
     waiting = threading.Thread(target=wait)
     waiting.start()
     box.send(MessageTag(0, 1, 0, 0), np.arange(4, dtype=np.uint8))
     box.close()
     waiting.join(timeout=30)
-    assert told
+    assert reported
     assert readers
     assert not any(reader.is_alive() for reader in readers)
     with theirs:
@@ -145,7 +145,7 @@ def test_a_process_that_nobody_calls_gives_up(monkeypatch):
 
 
 def test_strangers_who_call_keep_no_process_out():
-    """They leave at once, or say too little, or have another secret; and process 1 has begun to send."""
+    """They leave at once, or send too little, or have another secret; and process 1 has begun to send."""
     with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as stack:
         callers = [stack.enter_context(socket.create_connection(server.getsockname())) for _ in range(6)]
         callers[0].close()
@@ -165,19 +165,19 @@ def test_who_waits_for_a_process_that_ends_is_told(monkeypatch):
     ours, theirs = socket.socketpair()
     monkeypatch.setattr(post, "_connections", lambda: {1: ours})
     box = P2PTransport((0, 1))
-    told = []
+    reported = []
 
     def wait():
         try:
             box.receive(MessageTag(1, 0, 0, 0))
         except ConnectionError as error:
-            told.append(str(error))
+            reported.append(str(error))
 
     waiting = threading.Thread(target=wait)
     waiting.start()
     theirs.close()
     waiting.join(timeout=30)
-    assert told == ["process 1 is gone: it closed the connection"]
+    assert reported == ["process 1 is gone: it closed the connection"]
     box.send(MessageTag(0, 1, 0, 0), np.zeros(2**20))  # who sends is not held up
     ours.close()
 

@@ -80,7 +80,7 @@ def test_axes_that_do_not_follow_the_links_of_tpus_are_refused(monkeypatch: pyte
         make_mesh(MeshConfig(expert=8))
 
 
-@dataclass(frozen=True, eq=False)  # by identity, also beside real devices
+@dataclass(frozen=True, eq=False)  # by identity, also next to real devices
 class Device:
     """A device as the placement on a mesh reads it."""
 

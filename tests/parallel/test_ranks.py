@@ -1,4 +1,4 @@
-"""Which neighbours along an axis share a node: as devices tell, whatever the mesh."""
+"""Which neighbours along an axis share a node: from the attributes of devices, whatever the mesh."""
 
 from types import SimpleNamespace
 

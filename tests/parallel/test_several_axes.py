@@ -123,7 +123,7 @@ def check_exchanges(made: dict[str, Any], device_GP: np.ndarray) -> None:
 
 def others(device: jax.Array, axes: tuple[Axis, ...], ranks: int) -> dict[str, Any]:
     """Permutes, rows with their sizes, and experts that move or have copies."""
-    backwards = [(rank, ranks - 1 - rank) for rank in range(ranks - 1)]  # nobody sends to rank 0
+    backwards = [(rank, ranks - 1 - rank) for rank in range(ranks - 1)]  # no rank sends to rank 0
     count_E = device + 1 + jnp.arange(ranks)
     one_PE = jnp.ones((ranks, ranks), jnp.int32)
     rows_S1 = 100.0 * device + jnp.arange(ranks, dtype=jnp.float32)[:, None]

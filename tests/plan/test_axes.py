@@ -37,11 +37,11 @@ def test_gates_that_look_at_one_token_let_the_batch_be_cut_anywhere(gate: str, r
 
 def test_slots_of_scores_over_the_whole_batch_can_only_be_cut_behind_the_gate() -> None:
     ops = ops_of(("moe", "moe"), **SCORE)
-    own, behind = ops_of(**SCORE), ops[next(i for i, op in enumerate(ops) if op.name == "dispatch") :]
-    behind = behind[: next(i for i, op in enumerate(behind) if op.name == "permute")]
+    own, later = ops_of(**SCORE), ops[next(i for i, op in enumerate(ops) if op.name == "dispatch") :]
+    later = later[: next(i for i, op in enumerate(later) if op.name == "permute")]
     assert find_cut(own, CutAxis) is None
     assert find_cut(named(own, "permute", "combine"), CutAxis) is None
-    assert find_cut(behind, BATCH) is not None, "rows of a part of the sequences, up to the next gate"
+    assert find_cut(later, BATCH) is not None, "rows of a part of the sequences, up to the next gate"
     assert find_cut(named(own, "norm", "gate"), BATCH) is not None
 
 

@@ -1,4 +1,4 @@
-"""Cluster profiles as files: what is written is read, and what is damaged is told."""
+"""Cluster profiles as files: what is written is read, and damage is reported."""
 
 import dataclasses
 import json
@@ -99,9 +99,9 @@ def test_damage_is_told_in_one_line(problem: str, tmp_path: Path) -> None:
     found = json.loads(path.read_text())
     DAMAGE[problem](found)
     path.write_text(json.dumps(found))
-    with pytest.raises(ProfileError, match=f"box.json is damaged \\({problem}.*make it again") as told:
+    with pytest.raises(ProfileError, match=f"box.json is damaged \\({problem}.*make it again") as reported:
         read_profile(path)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(reported.value)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def test_two_nodes_of_four_ranks_with_a_byte_for_each_rank(name, leader, inside,
 
 @pytest.mark.parametrize("factors", FACTORS)
 def test_every_algorithm_brings_the_same_rows_over_the_network(factors):
-    """Each block for another node crosses once, whoever carries it."""
+    """Each block for another node crosses once, by any rank."""
     nodes, per_node = factors
     expected = nodes * per_node * (nodes - 1) * per_node  # blocks of one byte
     for name in ALGORITHMS:

@@ -96,7 +96,7 @@ def test_counts_are_the_published_ones(name: str) -> None:
 
 @pytest.mark.parametrize("name", FLOWMOE)
 def test_counts_of_experts_and_attention_are_those_of_flowmoe(name: str) -> None:
-    """The paper does not say which vectors it counts beside the matrices of attention, 4M² + ME."""
+    """The paper does not say which vectors it counts besides the matrices of attention, 4M² + ME."""
     model, (attention, experts) = model_of(name), FLOWMOE[name]
     counts = count_parameters(model)
     assert counts.expert / 1e6 == pytest.approx(experts, rel=0.002)

@@ -105,7 +105,7 @@ def test_sends_go_behind_exchanges_that_want_their_links(shared) -> None:
     found = PipelinedStep(config_of("gpipe"), dataclasses.replace(H100S, levels=tuple(levels)), MeasuredTimes({}))
     chunk = PassTimes(found.step, split=False, pairs=False).chunk(found.stages.groups[0])
     passes_s = [max(each.seconds, found.send_s + shared * each.exchange) for each in (chunk.forward, chunk.backward)]
-    ticks_s = sum(passes_s) + 2 * found.send_s  # in each tick both sends: one has no pass beside it
+    ticks_s = sum(passes_s) + 2 * found.send_s  # in each tick both sends: one has no pass concurrent with it
     assert found.seconds["step"] - found.seconds["sums"] == pytest.approx((8 + 4 - 1) * ticks_s, rel=0.01)
 
 
@@ -145,7 +145,7 @@ def test_the_head_and_sends_make_stages_wait() -> None:
 
 
 def test_exchanges_of_a_coscheduled_tick_take_turns() -> None:
-    """So that each has compute of the other pass beside it: nothing that is not in every chunk comes into it."""
+    """So that each overlaps with compute of the other pass: nothing that is not in every chunk comes into it."""
     config = config_of("coscheduled", layers=8)
     kinds = ["moe", "moe"]
     orders = orders_of(kinds, config, config.mesh.sizes, "gpu", split=False, pairs=True, measured={})

@@ -57,16 +57,16 @@ def test_a_plan_is_written_with_a_picture_that_says_what_of_the_step_it_shows(
 
     monkeypatch.setattr(command, "draw", titled)
     command.main()
-    said = capsys.readouterr().out
-    assert said.endswith("wrote new/plan.yaml, new/plan.txt, new/plan.png\n")
+    output = capsys.readouterr().out
+    assert output.endswith("wrote new/plan.yaml, new/plan.txt, new/plan.png\n")
     assert {each.name for each in Path("new").iterdir()} == {"plan.yaml", "plan.txt", "plan.png"}
-    assert Path("new/plan.txt").read_text().startswith(said.partition("\n\nwrote ")[0].partition("\nwrote ")[0])
+    assert Path("new/plan.txt").read_text().startswith(output.partition("\n\nwrote ")[0].partition("\nwrote ")[0])
     assert Path("new/plan.png").read_bytes().startswith(b"\x89PNG")
     mesh = load_config("new/plan.yaml").mesh
     written = Path("new/plan.yaml").read_text()
     assert written.startswith("# Planned for h100x8: ")
     assert "# Set data.path before training: " not in written, "a model of bytes finds its text"
-    step = re.search(r"step +(.*?) for ", said)
+    step = re.search(r"step +(.*?) for ", output)
     assert step
     assert titles[0].startswith(f"{shown}from a step of {step[1]} on h100x8, ")
     assert mesh.data * mesh.expert * mesh.pipeline == 8

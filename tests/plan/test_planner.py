@@ -156,7 +156,7 @@ def test_periods_of_blocks_that_differ_are_simulated_until_they_do_not(policy: s
 
 
 def test_each_stage_of_zero_is_smaller_and_sends_what_it_says() -> None:
-    """Sums go around once, and parameters behind them; stage 2 sums each of four parts."""
+    """Sums go around once, and parameters after them; stage 2 sums each of four parts."""
     parts = ["train.grad_accumulation=4", "schedule.policy=unified", "schedule.grad_reduce=bucketed"]
     settings = ["mesh.data=2", "mesh.expert=8", "train.batch_size=64", *parts]
     memory, sent = {}, {}
@@ -234,7 +234,7 @@ def test_no_mesh_of_these_devices_is_told_with_the_nearest_one(settings: str, cu
 
 
 def test_context_ranks_are_planned_around() -> None:
-    """They cut the squares that a device keeps, if it does; a ring's hops pass beside products."""
+    """They cut the squares that a device keeps, if it does; a ring's hops run concurrently with products."""
     long = [*SMALL, "data.seq_len=8192", "train.attention_kernel=xla"]  # shorter: small tiles cost more than a gather
     cut, whole = (
         plan(load_draft(None, [*long, "mesh.data=auto", f"mesh.context={context}"]), H100S).best for context in (2, 1)

@@ -1,4 +1,4 @@
-"""The simulator against slow twins and against what the papers derive by hand."""
+"""The simulator against slow references and against what the papers derive by hand."""
 
 import random
 
@@ -20,22 +20,22 @@ def _whole_seconds(schedule: Schedule, seed: int) -> dict[Action, int]:
 
 
 def _slow_starts(schedule, seconds):
-    """Raise every start until each is behind its stream's task before and all that it needs."""
+    """Raise every start until each is after its stream's task before and all that it needs."""
     needs, start, last = task_graph(schedule.shape), dict.fromkeys(schedule.actions, 0), {}
-    behind = {}
+    earlier = {}
     for action in schedule.actions:
         stream = two_streams(action)
-        behind[action] = set(needs[action]) | ({last[stream]} if stream in last else set())
+        earlier[action] = set(needs[action]) | ({last[stream]} if stream in last else set())
         last[stream] = action
     while True:
-        raised = {a: max((start[b] + seconds[b] for b in behind[a]), default=0) for a in schedule.actions}
+        raised = {a: max((start[b] + seconds[b] for b in earlier[a]), default=0) for a in schedule.actions}
         if raised == start:
             return start
         start = raised
 
 
 @pytest.mark.parametrize("schedule", schedules(seed=20)[::3], ids=lambda s: f"{s.policy}-{s.shape.grad_reduce}")
-def test_times_exposure_and_memory_equal_slow_twins(schedule):
+def test_times_exposure_and_memory_equal_slow_references(schedule):
     seconds = _whole_seconds(schedule, seed=0)
     timeline = simulate(schedule, seconds.__getitem__, two_streams)
     start = _slow_starts(schedule, seconds)
@@ -64,11 +64,11 @@ def test_compute_takes_longer_while_anything_communicates(schedule):
     needs, last = task_graph(schedule.shape), {}
     for action in schedule.actions:
         task = span[action]
-        behind = [*needs[action], *([last[task.stream]] if task.stream in last else [])]
-        assert task.start_s == pytest.approx(max((span[each].end_s for each in behind), default=0.0))
+        earlier = [*needs[action], *([last[task.stream]] if task.stream in last else [])]
+        assert task.start_s == pytest.approx(max((span[each].end_s for each in earlier), default=0.0))
         last[task.stream] = action
-        beside = sum(max(0.0, min(task.end_s, t.end_s) - max(task.start_s, t.start_s)) for t in transfers)
-        slowed = beside if task.stream == Stream.COMPUTE else 0.0
+        concurrent = sum(max(0.0, min(task.end_s, t.end_s) - max(task.start_s, t.start_s)) for t in transfers)
+        slowed = concurrent if task.stream == Stream.COMPUTE else 0.0
         assert task.end_s - task.start_s - slowed / 3 == pytest.approx(seconds[action])
 
 

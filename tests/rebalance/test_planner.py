@@ -93,7 +93,7 @@ def random_copies(rng: np.random.Generator, experts: int, ranks: int, held: int)
 
 @pytest.mark.parametrize("seed", range(10))
 def test_moves_lead_to_the_copies_that_were_asked_for(seed):
-    """No expert is lost on the way, and each missing one is sent once: by a swap, or over what nobody misses."""
+    """No expert is lost on the way, and each missing one is sent once: by a swap, or over an unused slot."""
     rng = np.random.default_rng(seed)
     old, new = (random_copies(rng, 12, 4, 5) for _ in range(2))
     moves, slots = moves_between(old, new, 4, 12)
@@ -148,7 +148,7 @@ def test_a_move_has_to_pay_back():
     refused = plan(load, range(64), 8, Prices(1.0, 1e-4, 100))
     assert not refused.pays
     assert refused.cost_s > refused.saved_s * 100
-    assert not plan(load, range(64), 8, Prices(1.0, 0.0, 100)).pays, "padding: nobody waits for the busiest rank"
+    assert not plan(load, range(64), 8, Prices(1.0, 0.0, 100)).pays, "padding: no rank waits for the busiest one"
 
 
 # the first of 64 experts on 8 ranks has four times a rank's mean load
@@ -160,7 +160,7 @@ def test_an_expert_with_four_times_a_ranks_mean_load_needs_copies():
     alone, with_copies = plan(HOT, range(64), 8, None), plan(HOT, ROOM, 8, None, 1.1)
     assert alone.ratio_after > 3.9
     assert with_copies.ratio_after < 1.1
-    assert num_copied(with_copies.expert_S, 64) == 1, "of nobody else"
+    assert num_copied(with_copies.expert_S, 64) == 1, "of no other"
     assert {*with_copies.expert_S} >= {*range(64)}
     for before, after in itertools.pairwise(hill_climb_placement(HOT, ROOM, 8)):
         old, new = (sorted(ExpertPlacement.of(HOT, slots, 8).load_P, reverse=True) for slots in (before, after))

@@ -76,10 +76,10 @@ def test_a_saved_program_is_told_with_and_without_its_schedule(file: str, target
     plain = analyse("vanilla", text, outcome(), hardware)
     assert plain.predicted is None
     planned = analyse("unified", text, outcome(toy_schedule()), hardware)
-    said = describe(planned)
-    assert "3.10 GB arguments, 4.60 GB temporaries" in said
-    assert "F.dispatch.0.0  all-to-all" in said
-    assert "merged" in said
+    output = describe(planned)
+    assert "3.10 GB arguments, 4.60 GB temporaries" in output
+    assert "F.dispatch.0.0  all-to-all" in output
+    assert "merged" in output
     assert planned.predicted is not None
     assert planned.predicted.makespan_s <= planned.replay.step_s
     table = compare([plain, planned]).splitlines()
@@ -242,13 +242,13 @@ def test_command_compiles_compares_and_leaves_files(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     assert names(tmp_path / "hlo") == ["unified.hlo", "unified.schedule", "vanilla.hlo"]
     assert names(tmp_path / "out") == ["report.txt", "timeline.png", "trace.json"]
-    said = (tmp_path / "out" / "report.txt").read_text()
-    text, _, origin = said.partition("\n\ndate: ")
+    output = (tmp_path / "out" / "report.txt").read_text()
+    text, _, origin = output.partition("\n\ndate: ")
     assert text in run.stdout
     assert "\ncommand: python -m moe_jax.report --compile cpu:8" in origin
-    assert "not issued         none" in said
-    assert re.search(r"^F\.dispatch\.0\.1 +all-to-all ", said, re.MULTILINE)
-    assert "── unified, measured: device 0 of " in said
+    assert "not issued         none" in output
+    assert re.search(r"^F\.dispatch\.0\.1 +all-to-all ", output, re.MULTILINE)
+    assert "── unified, measured: device 0 of " in output
     events = json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]
     processes = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
     assert list(processes) == ["vanilla, compiled", "unified, predicted", "unified, compiled", "unified, measured"]

@@ -82,11 +82,11 @@ def test_a_move_is_told_by_the_worst_block_whose_experts_moved(tmp_path: Path) -
     )
     page = write_report(run).read_text()
     assert page.index("Rank load") < page.index("Busiest rank / mean load") < page.index("Expert load")
-    for step, told, blocks in (
+    for step, reported, blocks in (
         (100, "2.41 → 1.05</td><td>planned 1.01, over the steps up to the next check; 6", "blocks 0, 1"),
         (300, "2.42 → 1.01</td><td>planned 1.01, no check since; 3", "block 2"),
     ):
-        assert f"Step {step}</th><td>{told} pair(s) of experts changed ranks in MoE {blocks}</td>" in page
+        assert f"Step {step}</th><td>{reported} pair(s) of experts changed ranks in MoE {blocks}</td>" in page
     panels = page[page.index("<h2>Expert load") :].split("</figure>")
     assert [panel.count("stroke-dasharray") for panel in panels[:3]] == [1, 1, 1]
 

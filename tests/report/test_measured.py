@@ -66,7 +66,7 @@ def test_a_measured_step_is_told_beside_the_estimated_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "mesh", "told"),
+    ("num_devices", "mesh", "reported"),
     [
         (8, {"data": 2, "expert": 4}, None),
         (8, None, None),
@@ -74,12 +74,12 @@ def test_a_measured_step_is_told_beside_the_estimated_one() -> None:
         (2, None, "the trace is of 2 devices, and the compiled step of 8 devices (data=2 × expert=4): "),
     ],
 )
-def test_a_trace_on_another_mesh_is_told(num_devices: int, mesh: dict[str, int] | None, told: str | None) -> None:
+def test_a_trace_on_another_mesh_is_told(num_devices: int, mesh: dict[str, int] | None, reported: str | None) -> None:
     estimated = replay(program(work("a", 2_500_000), BODY), TOY, 1)
     compiled = Compiled(variant="unified", outcome=outcome(), replay=estimated, match=None, predicted=None)
-    said = describe_measured(TracedStep(Path("trace/0"), compiled, STEP, num_devices, mesh))
-    assert ("another mesh" in said) == (told is not None)
-    assert (told or "measured") in said
+    output = describe_measured(TracedStep(Path("trace/0"), compiled, STEP, num_devices, mesh))
+    assert ("another mesh" in output) == (reported is not None)
+    assert (reported or "measured") in output
 
 
 def test_the_most_exposed_tasks_are_those_with_the_longest_communication_alone() -> None:

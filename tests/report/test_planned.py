@@ -64,19 +64,19 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[float]]:
 
 def test_a_plan_that_fits_is_compiled_once_and_corrected(compiler: Callable[[float], list[float]]) -> None:
     given = compiler(1.1)
-    told: list[str] = []
-    checked = compile_plans(draft(), CLUSTER, told.append)
+    reported: list[str] = []
+    checked = compile_plans(draft(), CLUSTER, reported.append)
     assert len(given) == 1
     assert checked.fits
     assert checked.memory_factor == pytest.approx(1.1)
     assert checked.compiled is not None
     assert checked.step_factor * checked.plans.best.estimate.step_s == checked.compiled.replay.step_s
-    plan, said = told
+    plan, output = reported
     assert plan.startswith("mesh ")
-    assert "for h100:1x1x8 in 1 s, jax 0.10.2" in said
-    assert "of 85.0 GB: × 1.10\n" in said
-    assert "% hidden), compiled " in said
-    assert "\ncorrected   step " in said
+    assert "for h100:1x1x8 in 1 s, jax 0.10.2" in output
+    assert "of 85.0 GB: × 1.10\n" in output
+    assert "% hidden), compiled " in output
+    assert "\ncorrected   step " in output
 
 
 @pytest.mark.parametrize(
@@ -113,31 +113,31 @@ def test_an_order_of_tasks_that_is_slower_as_compiled_is_not_the_plan(
     monkeypatch.setattr(planned, "compile_job", compile_job)
     fixed = draft()
     schedule = dataclasses.replace(fixed.schedule, policy="unified", grad_reduce=grad_reduce)
-    told: list[str] = []
+    reported: list[str] = []
     found = compile_plans(
         dataclasses.replace(fixed, schedule=schedule, open=fixed.open | {"schedule.policy", "schedule.microbatches"}),
         CLUSTER,
-        told.append,
+        reported.append,
     )
     assert found.plans.config.schedule.policy == policy
     assert found.compiled is not None
-    assert [text for text in told if text.startswith("unordered")] == told[2:3]
+    assert [text for text in reported if text.startswith("unordered")] == reported[2:3]
     if ending is None:
-        assert len(told) == 2
+        assert len(reported) == 2
     else:
-        assert told[2].endswith(ending)
+        assert reported[2].endswith(ending)
 
 
 def test_a_plan_that_does_not_fit_makes_room_for_one_that_does(compiler: Callable[[float], list[float]]) -> None:
     device = dataclasses.replace(CLUSTER.device, memory_bytes=int(22e9))
     given = compiler(1.5)
-    told: list[str] = []
+    reported: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planned, "PRESETS", {"h100": dataclasses.replace(planned.PRESETS["h100"], device=device)})
-        second = compile_plans(draft(), dataclasses.replace(CLUSTER, device=device), told.append)
-    assert ", does not fit\n" in told[1]
+        second = compile_plans(draft(), dataclasses.replace(CLUSTER, device=device), reported.append)
+    assert ", does not fit\n" in reported[1]
     assert second.fits
-    assert ", does not fit\n" not in told[3]
+    assert ", does not fit\n" not in reported[3]
     assert 1.5 * given[1] <= 22e9 < 1.5 * given[0]
 
 
@@ -150,11 +150,11 @@ def test_a_refusal_for_want_of_memory_tells_how_much(
         raise CompileError("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 108.50G of 94.75G hbm.")
 
     monkeypatch.setattr(planned, "compile_job", refuse)
-    told: list[str] = []
+    reported: list[str] = []
     with pytest.raises(UserError, match=r"^(--compile h100:1x1x8: none of 3 plans fits|nothing trains on h100x8)"):
-        compile_plans(draft(), CLUSTER, told.append)
-    assert told[1].startswith("refused     for h100:1x1x8: memory predicted ")
-    assert " wanted 116.5 GB, of 85.0 GB: × " in told[1]
+        compile_plans(draft(), CLUSTER, reported.append)
+    assert reported[1].startswith("refused     for h100:1x1x8: memory predicted ")
+    assert " wanted 116.5 GB, of 85.0 GB: × " in reported[1]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The page of a run that goes on is written until its last step, or somebody stops that."""
+"""The page of a run that still trains is written until its last step, or somebody stops that."""
 
 import json
 import time
@@ -66,8 +66,8 @@ def test_the_page_follows_a_run_to_its_end(run, meanwhile, capsys) -> None:
     assert slept == [7, 7, 7]
     assert "http-equiv" not in page.read_text()
     assert "2.750" in page.read_text()
-    told = f"renewing {page} every 7 s until the last step; Ctrl-C stops"
-    assert capsys.readouterr().out == f"{told}\nwrote {page}\n"
+    reported = f"renewing {page} every 7 s until the last step; Ctrl-C stops"
+    assert capsys.readouterr().out == f"{reported}\nwrote {page}\n"
 
 
 def test_ctrl_c_ends_the_watch_and_leaves_a_page_that_stays(run, meanwhile) -> None:

@@ -66,20 +66,20 @@ def test_other_processes_take_the_choice_of_process_0(
 
 
 def test_process_0_tells_what_it_has_decided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told, measured = [], []
+    reported, measured = [], []
 
     def decide(self: object, step: int, seconds: float) -> int:
         measured.append((step, seconds))
         return 2
 
     monkeypatch.setattr(tuning, "is_main_process", lambda: True)
-    monkeypatch.setattr(tuning, "allgather", lambda number: (told.append(number), [number, 0])[1])
+    monkeypatch.setattr(tuning, "allgather", lambda number: (reported.append(number), [number, 0])[1])
     monkeypatch.setattr(tuning._Decider, "measured", decide)
     process_0 = tuning_of(tmp_path)
     for step in range(1, ROUND + 1):
         process_0.step_started(step)
     assert measured == [(ROUND, 0.5)]
-    assert told == [2 * 2 + 1]
+    assert reported == [2 * 2 + 1]
     assert process_0.step == "third"
 
 

@@ -29,7 +29,7 @@ SMALL = {
 
 @pytest.fixture(autouse=True)
 def _compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs share what they start with, and nobody measures the matrix rate."""
+    """Runs share what they start with, and none measures the matrix rate."""
     done: dict[object, Programs] = {}
 
     def compile_first(run: Run) -> Programs:
@@ -51,7 +51,7 @@ def trained(folder: Path, *settings: str) -> list[dict[str, object]]:
 
 
 def test_each_step_and_validation_has_the_factor_of_its_step(tmp_path: Path, capsys) -> None:
-    """Also of a run that goes on behind the change."""
+    """Also of a run that resumes after the change."""
     scheduled = "model.moe.capacity_schedule=[[3,0.5]]"
     trained(tmp_path / "one", scheduled, "train.steps=3")
     assert "step 3: continuing with model.moe.capacity_factor=0.5\n" in capsys.readouterr().out

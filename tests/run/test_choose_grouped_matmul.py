@@ -41,12 +41,12 @@ class Timing:
     """Says that products take so long, and remembers what it was asked."""
 
     def __init__(self, seconds: dict[str, float], failed: dict[str, str] | None = None) -> None:
-        self.told = InterleavedTimes(seconds, failed or {})
+        self.reported = InterleavedTimes(seconds, failed or {})
         self.asked: list[tuple[MatmulShape, list[str]]] = []
 
     def __call__(self, shape: MatmulShape, products: Products) -> InterleavedTimes:
         self.asked.append((shape, list(products)))
-        return self.told
+        return self.reported
 
 
 @pytest.fixture(autouse=True)
@@ -82,9 +82,9 @@ def test_the_fastest_is_taken_and_told(fastest: str, capsys: pytest.CaptureFixtu
     assert chosen(config, timing) == fastest
     mesh = make_mesh(config.mesh)
     assert timing.asked == [(shape_of(config, mesh, "cpu"), list(ON_GPU))]
-    told = capsys.readouterr().out.splitlines()
-    assert told[0] == f"train.grouped_product={fastest}"
-    assert [line.split()[:3] for line in told[1:]] == [[each, fastest, "100"] for each in PASSES]
+    reported = capsys.readouterr().out.splitlines()
+    assert reported[0] == f"train.grouped_product={fastest}"
+    assert [line.split()[:3] for line in reported[1:]] == [[each, fastest, "100"] for each in PASSES]
     compute = ComputeConfig.of(with_fastest_product(config, mesh, timing), mesh)
     assert compute.product._replace(filled=1.0) == ON_GPU[fastest], "which is what the step computes with"
 
@@ -109,7 +109,7 @@ def test_times_are_taken_once_for_each_shape(cache: Path) -> None:
     entries = json.loads(cache.read_text())
     assert entries[0]["of"]["device"] == jax.devices()[0].device_kind
     cache.write_text(json.dumps([{**each, "of": each["of"] | {"device": "another"}} for each in entries]))
-    assert chosen(config_of(), Timing(of_each_pass(blocks=1e-6))) == "blocks", "others' times tell nothing"
+    assert chosen(config_of(), Timing(of_each_pass(blocks=1e-6))) == "blocks", "others' times show nothing"
 
 
 @pytest.mark.usefixtures("timed")

@@ -63,9 +63,9 @@ def test_what_was_transient_trains_on_as_if_nothing_had_been(starts, tmp_path, c
     starts[:] = [FAULTY, SOUND]
     (tmp_path / "plain").mkdir()
     state = train(config_in(tmp_path, *SHORT, "checkpoint.resume=false"))  # of what others left there
-    said = capsys.readouterr().out
-    assert "warning: step 4 has loss=nan, grad_norm=nan: parameters, optimizer and balance are left as they" in said
-    assert "bad ones in a row: going back to the checkpoint of step 2\n" in said
+    output = capsys.readouterr().out
+    assert "warning: step 4 has loss=nan, grad_norm=nan: parameters, optimizer and balance are left as they" in output
+    assert "bad ones in a row: going back to the checkpoint of step 2\n" in output
     expected = train(config_in(tmp_path / "plain", *SHORT))
     chex.assert_trees_all_equal(jax.device_get(state), jax.device_get(expected))
     assert losses_of(tmp_path) == losses_of(tmp_path / "plain")
@@ -122,7 +122,7 @@ def test_spikes_are_skipped_alike_by_a_run_that_was_stopped_between(tmp_path):
     assert losses == losses_of(tmp_path / "two")
     bounds = {step: np.median([losses[n] for n in range(1, step - 1)]) * 1.00001 for step in range(10, 21)}
     skipped = {step for step, bound in bounds.items() if losses[step] > bound}
-    assert {step < 13 for step in skipped} == {True, False}, "some before the stop, some behind it"
+    assert {step < 13 for step in skipped} == {True, False}, "some before the stop, some after it"
     (last,) = [record for record in map(json.loads, lines_of(tmp_path / "one", last=20)) if "bad_steps" in record][-1:]
     assert last["bad_steps"] == len(skipped)
 

@@ -139,7 +139,7 @@ def sharp() -> Iterator:
 
 
 def losses_of(params, config: Config, token_N1: np.ndarray) -> np.ndarray:
-    """The slow twin: one sequence, one device, no padding."""
+    """The slow reference: one sequence, one device, no padding."""
     logits = np.asarray(logits_of(params, token_N1[None, :-1], config.model), np.float64)[0]
     logits -= logits.max(axis=1, keepdims=True)
     return np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(len(logits)), token_N1[1:]]

@@ -62,7 +62,7 @@ def test_an_imported_model_is_exported_as_it_was(imported, tmp_path, monkeypatch
 
 @pytest.fixture
 def with_tokenizer(imported, tmp_path) -> Path:
-    """The imported run and a folder of tokens, both with the tokenizer of the model; `text.txt` beside them."""
+    """The imported run and a folder of tokens, both with the tokenizer of the model; `text.txt` next to them."""
     run = tmp_path / "run"
     shutil.copytree(imported, run)
     saved = run / "config.yaml"

@@ -1,4 +1,4 @@
-"""Two and four real processes train exactly like one with the same devices, and stop and go on as one."""
+"""Two and four real processes train exactly like one with the same devices, and stop and resume as one."""
 
 import json
 import os
@@ -87,7 +87,7 @@ def test_tensor_ranks_of_two_processes_train_like_those_of_one(tmp_path):
 
 def test_two_processes_whose_experts_move_are_stopped_by_sigterm_and_go_on_as_one(expected, tmp_path):
     """Both decide the same, so that losses are those without migration. The launcher gets the signal, and one process
-    goes on with the devices of both, and experts in their order.
+    resumes with the devices of both, and experts in their order.
     """
     moving = ["migration.enabled=true", "migration.every=2", "migration.threshold=1", "migration.patience=1"]
     with launched(tmp_path, 2, "train.steps=10000", *moving, "migration.payback_steps=null") as process:
@@ -96,9 +96,9 @@ def test_two_processes_whose_experts_move_are_stopped_by_sigterm_and_go_on_as_on
         assert process.wait(timeout=120) == 0, (tmp_path / "output").read_text()
     saved = newest_checkpoint(tmp_path)
     assert saved == max(losses_of(tmp_path)) < STEPS
-    said = (tmp_path / "output").read_text()
-    assert said.endswith(f"stopped after step {saved}: the same command resumes from there\n")
-    assert said.count("experts of MoE block 0 changed ranks") == len(moves_in(tmp_path))
+    output = (tmp_path / "output").read_text()
+    assert output.endswith(f"stopped after step {saved}: the same command resumes from there\n")
+    assert output.count("experts of MoE block 0 changed ranks") == len(moves_in(tmp_path))
     train(config_in(tmp_path, f"train.steps={STEPS}", *SETTINGS))
     assert_equal(losses_of(tmp_path), expected)
 
@@ -123,12 +123,12 @@ def test_a_host_that_is_lost_and_returns_changes_nothing(expected, tmp_path):
         os.kill(rank_1, signal.SIGKILL)
         before = losses_of(tmp_path)
         hosts.start(1, *training)
-        assert hosts.codes(seconds=300) == [0, 0], hosts.said(0)
-        said = hosts.said(0)
+        assert hosts.codes(seconds=300) == [0, 0], hosts.output(0)
+        output = hosts.output(0)
     assert re.search(
-        "^launch: rank 1 on host 1 failed first, .*: all start again in 0 s, try 1 of 3$", said, re.MULTILINE
+        "^launch: rank 1 on host 1 failed first, .*: all start again in 0 s, try 1 of 3$", output, re.MULTILINE
     )
-    assert re.search("^resuming from step [12]0$", said, re.MULTILINE)
+    assert re.search("^resuming from step [12]0$", output, re.MULTILINE)
     losses = losses_of(tmp_path)
     assert before == {step: losses[step] for step in before}
     assert_equal(losses, {step: expected[step] for step in range(1, 31)})

@@ -1,4 +1,4 @@
-"""Runs whose experts change ranks: the same training, and checkpoints that go on anywhere."""
+"""Runs whose experts change ranks: the same training, and checkpoints that resume anywhere."""
 
 import json
 import shutil

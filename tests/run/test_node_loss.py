@@ -34,13 +34,13 @@ def test_a_lost_node_costs_no_step_and_the_loss_of_all_copies_those_since_the_ch
     with launched(tmp_path, 2, *SETTINGS, *safe) as process:
         wait_until(lambda: 10 in losses_of(tmp_path), tmp_path, process, at_most_s=300)
         lose([1], memory, process)
-        wait_until(lambda: "all start again" in said(tmp_path), tmp_path, process)
+        wait_until(lambda: "all start again" in output(tmp_path), tmp_path, process)
         reached = max(losses_of(tmp_path))
         wait_until(lambda: newest_checkpoint(tmp_path) == 16, tmp_path, process, at_most_s=300)
         lose([0, 1], memory, process)
-        assert process.wait(timeout=300) == 0, said(tmp_path)
-    assert f"resuming from step {reached}: from safety copies (owner 1's from process 0)\n" in said(tmp_path)
-    assert "resuming from step 16: from the checkpoint, as there are no safety copies\n" in said(tmp_path)
+        assert process.wait(timeout=300) == 0, output(tmp_path)
+    assert f"resuming from step {reached}: from safety copies (owner 1's from process 0)\n" in output(tmp_path)
+    assert "resuming from step 16: from the checkpoint, as there are no safety copies\n" in output(tmp_path)
     assert losses_of(tmp_path) == losses_of(undisturbed)
     assert list(memory.iterdir()) == []
 
@@ -55,5 +55,5 @@ def lose(ranks: list[int], memory: Path, launcher) -> None:
         shutil.rmtree(*memory.glob(f"*/node-{rank}"))
 
 
-def said(folder: Path) -> str:
+def output(folder: Path) -> str:
     return (folder / "output").read_text()

@@ -54,8 +54,8 @@ def test_settings_data_and_replicas_of_two_processes_are_compared(tmp_path: Path
     lines = [line for line in err.splitlines() if ": " in line]
     for rank in ("", "[rank 1] "):
         own = [line.removeprefix(rank) for line in lines if line.startswith("[rank 1]") == bool(rank)]
-        for line, (case, told) in zip(own, expected.items(), strict=True):
-            assert re.fullmatch(f"{case}: {told}", line), line
+        for line, (case, reported) in zip(own, expected.items(), strict=True):
+            assert re.fullmatch(f"{case}: {reported}", line), line
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["1"]
 
 
@@ -71,9 +71,9 @@ def test_a_training_with_another_text_on_one_process_is_refused_by_both(tmp_path
         codes, errors = ended([[*command, *more, *meeting, str(i)] for i, more in enumerate(settings)])
     assert codes == [2, 2], errors
     for error in errors:
-        (told,) = (line for line in error.splitlines() if line.startswith("error: "))
+        (reported,) = (line for line in error.splitlines() if line.startswith("error: "))
         assert re.match(
-            r"error: data.path \(train part\) is \d+ tokens of uint8 with crc32 \w+ on process 0 and ", told
+            r"error: data.path \(train part\) is \d+ tokens of uint8 with crc32 \w+ on process 0 and ", reported
         )
     assert not (tmp_path / "run").exists()
 

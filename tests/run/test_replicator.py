@@ -15,8 +15,7 @@ from moe_jax.checkpoint.replicas.files import whole_slots
 from moe_jax.checkpoint.save import Checkpoints
 from moe_jax.config import Config
 from moe_jax.errors import ConfigError, DivergedError
-from moe_jax.run import loop
-from moe_jax.run import step_hooks as behind
+from moe_jax.run import loop, step_hooks
 from moe_jax.run.loop import train
 from tests.run.test_resume import SMALL, lines_of, losses_of
 from tests.run.whole_runs import compiled_once, config_of
@@ -47,7 +46,7 @@ class Crash(Exception):
 
 @pytest.fixture
 def start(tmp_path, capsys):
-    """`run` in a folder, the test's own if none is named; what it said."""
+    """`run` in a folder, the test's own if none is named; what it printed."""
 
     def go(*arguments, folder: Path = tmp_path) -> str:
         run(folder, *arguments)
@@ -57,7 +56,7 @@ def start(tmp_path, capsys):
 
 
 def run(folder: Path, crash_in: tuple[str, int] | None, *overrides: str) -> None:
-    """Start the run, or go on, and crash in a step, before its validation or before its checkpoint."""
+    """Start the run, or resume it, and crash in a step, before its validation or before its checkpoint."""
     (folder / "memory").mkdir(exist_ok=True)
 
     def crash(where: str, step: int) -> None:
@@ -66,7 +65,9 @@ def run(folder: Path, crash_in: tuple[str, int] | None, *overrides: str) -> None
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "report_progress", before(loop.report_progress, lambda step: crash("step", step + 1)))
-        patch.setattr(behind, "_validate", before(behind._validate, lambda *a: crash("validation", int(a[1]["step"]))))
+        patch.setattr(
+            step_hooks, "_validate", before(step_hooks._validate, lambda *a: crash("validation", int(a[1]["step"])))
+        )
         patch.setattr(Checkpoints, "save", before(Checkpoints.save, lambda *a, **_: crash("save", a[1])))
         with nullcontext() if crash_in is None else pytest.raises(Crash):
             train(config_in(folder, *overrides))
@@ -134,7 +135,7 @@ def crashed(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("case", "told"),
+    ("case", "reported"),
     [
         ("flipped", "resuming from step 6: from safety copies\n"),
         ("both flipped", "resuming from step 4: from the checkpoint, as safety copies of step 6 are damaged\n"),
@@ -148,7 +149,7 @@ def crashed(tmp_path_factory):
         ("not recorded", "resuming from step 6: from safety copies\n"),
     ],
 )
-def test_what_cannot_be_trusted_is_passed_over(case, told, undisturbed, start, crashed):
+def test_what_cannot_be_trusted_is_passed_over(case, reported, undisturbed, start, crashed):
     folder, copy = crashed
     shutil.rmtree(folder)
     shutil.copytree(copy, folder)
@@ -170,7 +171,7 @@ def test_what_cannot_be_trusted_is_passed_over(case, told, undisturbed, start, c
     if case == "not recorded":
         records = (folder / "metrics.jsonl").read_text().splitlines()
         (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in records if '"step": 7' not in line))
-    assert told in start(None, folder=folder)
+    assert reported in start(None, folder=folder)
     assert losses_of(folder) == losses_of(undisturbed[0])
 
 
@@ -181,7 +182,7 @@ def test_a_run_that_is_done_again_takes_no_copies_of_other_settings(start, tmp_p
 
 def test_a_run_that_has_diverged_leaves_nothing_to_go_on_from(tmp_path, monkeypatch):
     (tmp_path / "memory").mkdir()
-    monkeypatch.setattr(behind, "_validate", lambda *_: {"validation_loss": float("nan")})
+    monkeypatch.setattr(step_hooks, "_validate", lambda *_: {"validation_loss": float("nan")})
     with pytest.raises(DivergedError):
         train(config_in(tmp_path))
     assert losses_of(tmp_path).keys() == {1, 2, 3, 4, 5}
@@ -198,8 +199,8 @@ def test_copies_that_fail_are_told_once_and_cost_nothing(undisturbed, start, tmp
         written(file, array, offset)
 
     monkeypatch.setattr(safety_files, "_write_at", write)
-    said = start(None)
-    assert said.count("failed (No space left on device): the ones before stay, and the next are tried") == 1
+    output = start(None)
+    assert output.count("failed (No space left on device): the ones before stay, and the next are tried") == 1
     assert losses_of(tmp_path) == losses_of(undisturbed[0])
 
 
@@ -209,9 +210,9 @@ def test_no_room_for_copies_is_told_before_the_first_step(tmp_path, monkeypatch)
 
     (tmp_path / "memory").mkdir()
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(ConfigError, match="cannot hold safety copies, twice") as told:
+    with pytest.raises(ConfigError, match="cannot hold safety copies, twice") as reported:
         train(config_in(tmp_path))
-    assert str(told.value).endswith(
+    assert str(reported.value).endswith(
         " for each process (No space left on device, process 0): free some space, name another folder in memory, or "
         "use "
         "checkpoint.safety_copies_every=0"

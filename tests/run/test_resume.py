@@ -25,7 +25,7 @@ from moe_jax.run.restore import Restored, restore_latest
 from moe_jax.run.setup import Programs, Run
 from tests.run.whole_runs import compiled_once
 
-# The learning rate depends on the step to far behind the checkpoint, but not on train.steps; and there is no capacity,
+# The learning rate depends on the step to far beyond the checkpoint, but not on train.steps; and there is no capacity,
 # which would depend on the number of devices that a batch is cut over.
 SMALL = {
     "model": {
@@ -130,7 +130,7 @@ def test_killed_and_resumed_run_is_bit_identical(uninterrupted, restored, tmp_pa
 def assert_equal_to_round_off(folder: Path, expected: Path) -> None:
     losses, wanted = losses_of(folder), losses_of(expected)
     assert losses.keys() == wanted.keys()
-    # measured over the 50 steps behind the restore: 1.3e-7
+    # measured over the 50 steps after the restore: 1.3e-7
     np.testing.assert_allclose(list(losses.values()), list(wanted.values()), rtol=1e-6)
 
 
@@ -170,8 +170,8 @@ def test_a_signal_saves_and_exits_0(tmp_path):
         assert process.wait(timeout=60) == 0, (tmp_path / "output").read_text()
     saved = newest_checkpoint(tmp_path)
     assert saved == max(losses_of(tmp_path)) < 100
-    said = (tmp_path / "output").read_text()
-    assert said.endswith(f"stopped after step {saved}: the same command resumes from there\n")
+    printed = (tmp_path / "output").read_text()
+    assert printed.endswith(f"stopped after step {saved}: the same command resumes from there\n")
     assert not (tmp_path / "report.html").exists()
 
 

@@ -49,7 +49,7 @@ def holder_of(run: Path) -> Holder:
 
 
 def put(run: Path, **changes: object) -> Holder:
-    """What a run has left that nobody sees from here."""
+    """What a run has left that is not visible from here."""
     with FolderLock(run):
         holder = dataclasses.replace(holder_of(run), **changes)
     run.mkdir(exist_ok=True)
@@ -85,10 +85,10 @@ def test_a_worker_waits_for_one_whose_launcher_was_killed_and_others_do_not(
         return
     with FolderLock(tmp_path / "run"):
         assert holder_of(tmp_path / "run").pid == os.getpid()
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) == 2, "the waiting is told once"
-    assert said[0].endswith(": waiting at most 60 s for a sign of life")
-    assert said[1].endswith(", which trained there, is gone: taken over")
+    output = capsys.readouterr().out.splitlines()
+    assert len(output) == 2, "the waiting is reported once"
+    assert output[0].endswith(": waiting at most 60 s for a sign of life")
+    assert output[1].endswith(", which trained there, is gone: taken over")
 
 
 def test_a_worker_does_not_wait_for_ever_for_one_that_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,7 @@ def test_a_holder_that_cannot_be_looked_up_counts_as_alive_unless_it_is_known_to
     holder, exists = put(tmp_path / "run", pid=77), os.path.exists
 
     def kill(pid: int, number: int) -> None:
-        assert (pid, number) == (77, 0), "asks, and kills nobody"
+        assert (pid, number) == (77, 0), "asks, and kills no process"
         if signal_error:
             raise signal_error
 

@@ -34,7 +34,7 @@ TUNED = ["tune.over=[bucket_cap_mb]", "tune.samples=2", "tune.iterations=4", "tu
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_once() -> Iterator[None]:
-    """What a run begins with; what it tries is compiled anew."""
+    """What a run begins with; what it tries is compiled again."""
     with compiled_once():
         yield
 
@@ -69,16 +69,16 @@ def test_a_run_tunes_itself_without_another_loss_and_keeps_what_it_found(tmp_pat
     tried, (chosen,) = records_of(tuned, "tried"), records_of(tuned, "chosen")
     assert tried[0]["tried_bucket_cap_mb"] == 0.02 != tried[1]["tried_bucket_cap_mb"]
     assert chosen["chosen_step_s"] == min(record["tried_step_s"] for record in tried)
-    said = capsys.readouterr().out
-    begun = re.search(r"(\d+ choices), beginning with schedule.bucket_cap_mb=0.02\n", said)
+    output = capsys.readouterr().out
+    begun = re.search(r"(\d+ choices), beginning with schedule.bucket_cap_mb=0.02\n", output)
     assert begun
-    assert said.count("per step (sample ") == 2
+    assert output.count("per step (sample ") == 2
     assert (
-        said.count(f"compiling schedule.bucket_cap_mb={tried[1]['tried_bucket_cap_mb']} while training continues\n")
+        output.count(f"compiling schedule.bucket_cap_mb={tried[1]['tried_bucket_cap_mb']} while training continues\n")
         == 1
     )
-    assert "search not finished" not in said
-    assert f"continuing with schedule.bucket_cap_mb={chosen['chosen_bucket_cap_mb']}, " in said
+    assert "search not finished" not in output
+    assert f"continuing with schedule.bucket_cap_mb={chosen['chosen_bucket_cap_mb']}, " in output
 
     losses = losses_of(tuned)
     assert tried[0]["step"] < tried[1]["step"] <= max(losses)
@@ -116,8 +116,8 @@ def test_a_run_that_ends_before_its_search_says_so_and_goes_on_with_it(tmp_path,
     )
     assert capsys.readouterr().out.count(f"{unfinished}\n") == 1
     train(config_in(tmp_path, *EIGHT, *TUNED[:-1], "train.steps=10"))
-    said = capsys.readouterr().out
-    assert said.count("the search continues after 1 of 2 samples\n") == said.count(f"{unfinished}\n") == 1
+    output = capsys.readouterr().out
+    assert output.count("the search continues after 1 of 2 samples\n") == output.count(f"{unfinished}\n") == 1
     assert not records_of(tmp_path, "chosen")
 
 

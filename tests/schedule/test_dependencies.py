@@ -61,7 +61,7 @@ def test_a_sum_at_the_end_needs_every_gradient_of_the_step():
 
 @pytest.mark.parametrize("schedule", schedules(seed=1), ids=lambda s: s.policy)
 def test_damage_is_named(schedule):
-    """A task behind one that needs it, dropped, doubled or foreign: the message names the tasks."""
+    """A task after one that needs it, dropped, doubled or foreign: the message names the tasks."""
     check(schedule)
     rng = random.Random(2)
     needs = task_graph(schedule.shape)
@@ -71,7 +71,7 @@ def test_damage_is_named(schedule):
         need = rng.choice(sorted(needs[action]))
         i, j = actions.index(need), actions.index(action)
         actions[i], actions[j] = action, need
-        _refused(schedule, actions, f"{action} stands before", str(need))
+        _refused(schedule, actions, f"{action} is before", str(need))
 
         dropped = list(schedule.actions)
         dropped.remove(need)

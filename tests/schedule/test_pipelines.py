@@ -104,7 +104,7 @@ def test_1f1b_loses_in_lock_step_where_passes_differ():
 
 @pytest.mark.parametrize(("name", "stages", "microbatches", "chunks"), EVERY)
 def test_a_table_runs_with_its_buffers(name, stages, microbatches, chunks):
-    """Replayed as the runtime does: arrivals are stored behind a tick, and whatever is read is what was meant."""
+    """Replayed as the runtime does: arrivals are stored after a tick, and whatever is read is what was meant."""
     table = make_table(name, stages, microbatches, chunks)
     check(table)
     assert Table.parse(str(table)) == table

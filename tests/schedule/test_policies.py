@@ -74,12 +74,12 @@ def test_a_block_is_reduced_at_once_but_behind_every_pending_exchange():
             assert not pending, f"{action} is issued before {pending[0]}"
             since = actions[max(actions.index(need) for need in needs[action]) + 1 : i]
             late = [a for a in since if three_streams(a) == Stream.COMPUTE]
-            assert not late, f"{action} is issued behind {late[0]}"
+            assert not late, f"{action} is issued after {late[0]}"
 
 
 @pytest.mark.parametrize("grad_reduce", GRAD_REDUCES)
 def test_an_expert_starts_behind_its_own_dispatch_and_gather(grad_reduce):
-    """A chunk's gather behind the last dispatch would make the first expert wait for all of them."""
+    """A chunk's gather after the last dispatch would make the first expert wait for all of them."""
     shape = make_shape("expert_pipeline", ["moe"], 2, sharded_experts=True, grad_reduce=grad_reduce)
     text = str(make_schedule("expert_pipeline", shape, nominal(shape).of(shape)))
     assert "F.attend.0.0 F.dispatch.0.0 F.gather.0.0 F.dispatch.0.1 F.gather.0.1\nF.expert.0.0 F.scatter.0.0" in text

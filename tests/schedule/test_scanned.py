@@ -41,7 +41,7 @@ def test_every_task_runs_once_and_behind_what_it_needs(name, policy, degree):
 
 @pytest.mark.parametrize("name", DEEP)
 def test_a_turn_is_done_before_the_next_but_for_its_reductions(name):
-    """What a loop cannot overlap must not look overlapped in the list: it is timed and held against the program."""
+    """What a loop cannot overlap must not look overlapped in the list: it is timed and compared with the program."""
     schedule, _ = looped(name, 1, "unified", 2, weight_grad="greedy", grad_reduce="bucketed")
     blocks = DEEP[name][1]
     for direction, order in (("F", 1), ("BW", -1)):

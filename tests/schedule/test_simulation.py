@@ -1,4 +1,4 @@
-"""The simulator of numbered tasks against a slow twin that asks at each moment what may start: all times are equal."""
+"""The simulator of numbered tasks against a slow reference that asks at each time what may start: equal times."""
 
 import random
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def slow_spans(schedule: Schedule, needs: Needs, seconds: Seconds, rank_of: Call
 
 @pytest.mark.parametrize("rank_of", [in_list_order, exchanges_first])
 @pytest.mark.parametrize("schedule", SCHEDULES[::4], ids=lambda each: f"{each.policy}-{each.shape.grad_reduce}")
-def test_tasks_start_and_end_when_the_slow_twin_says_in_the_same_order(
+def test_tasks_start_and_end_when_the_slow_reference_says_in_the_same_order(
     schedule: Schedule, rank_of: Callable[[Action], int]
 ) -> None:
     needs, costs = task_graph(schedule.shape), random_costs(1, schedule.shape).of(schedule.shape)

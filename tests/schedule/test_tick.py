@@ -1,4 +1,4 @@
-"""A forward pass beside a backward pass on one stage: that the order can run, and that the sides hide each other."""
+"""A forward pass with a backward pass on one stage: that the order can run, and that the sides hide each other."""
 
 import random
 from functools import cache
@@ -36,7 +36,7 @@ def time_s(order: list[Action], shape: StepShape, seconds: Seconds) -> float:
 
 @pytest.mark.parametrize(("policy", "degree"), POLICIES)
 def test_a_tick_is_a_forward_and_a_backward_pass(policy, degree):
-    """Every task once, behind what it needs; each side on each stream in its policy's order."""
+    """Every task once, after what it needs; each side on each stream in its policy's order."""
     for seed in SEEDS:
         shape, seconds = drawn(seed, policy, degree)
         tick = coscheduled_tick(policy, shape, seconds)
@@ -89,13 +89,13 @@ def test_every_forward_exchange_runs_beside_backward_compute(kinds):
         order = [action for _, action in coscheduled_tick("vanilla", shape, seconds)]
         spans = spans_of(order, shape, seconds)
         for exchange in (action for action in order if action.op in EXCHANGES):
-            beside = [
+            concurrent = [
                 action
                 for action in order
                 if side_of(action) != side_of(exchange) and three_streams(action) == Stream.COMPUTE
                 if _overlap(spans[action], spans[exchange])
             ]
-            assert beside or (exchange.direction == "B" and exchange.block == kinds.index("moe")), str(exchange)
+            assert concurrent or (exchange.direction == "B" and exchange.block == kinds.index("moe")), str(exchange)
 
 
 def _overlap(one: Span, other: Span) -> bool:
@@ -122,7 +122,7 @@ def test_two_chains_take_hardly_longer_than_they_have_to(scale):
 
 
 def fastest_s(*chains: list[tuple[Stream, float]]) -> float:
-    """The slow twin: two jobs on machines that run one task at a time; whenever both want one, try either first.
+    """The slow reference: two jobs on machines that run one task at a time; whenever both want one, try either first.
 
     Akers 1956: only what is left of both at such a moment matters.
     """

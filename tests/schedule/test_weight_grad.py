@@ -29,7 +29,7 @@ def test_the_closest_candidate_covers_each_exchange():
     )
     assert " ".join(backward) == expected
     timeline = simulate(schedule, seconds)
-    uncovered = (1 - 0.3) + (1 - 0.9)  # behind combine.2 and dispatch.2; the others are covered
+    uncovered = (1 - 0.3) + (1 - 0.9)  # after combine.2 and dispatch.2; the others are covered
     assert timeline.exposed_s == pytest.approx(4 * 1.0 + uncovered)
 
 

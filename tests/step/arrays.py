@@ -32,7 +32,7 @@ class Array:
     companions: Mapping[str, Case] = dataclasses.field(default_factory=dict)
     # of values that round to fewer digits: how far from the reference that leads, see `one_step.py`
     rounding: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
-    table: str = ""  # file beside this one with the cases: values by factors, which `fewer_cases.py` writes
+    table: str = ""  # file next to this one with the cases: values by factors, which `fewer_cases.py` writes
     further: Callable[[Case], str] = lambda case: ""  # settings that depend on several factors
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""Gradients of a real step, and of its slow twin on one device."""
+"""Gradients of a real step, and of its slow reference on one device."""
 
 import dataclasses
 import functools
@@ -75,7 +75,7 @@ def reference_gradients(
     context: int,
     seed_and_step: tuple[int, int] | None = None,
 ) -> tuple[Any, ObjectiveParts, Any]:
-    """Loss, its parts and gradients of the twin. Not under jit: numpy decides which pairs are kept."""
+    """Loss, its parts and gradients of the reference. Not under jit: numpy decides which pairs are kept."""
     config = small_config(1, 1, batch_size=batch_size, seq_len=seq_len)
     config = dataclasses.replace(config, model=model)
     run = jax.value_and_grad(references.objective, has_aux=True)

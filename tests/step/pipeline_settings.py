@@ -21,7 +21,7 @@ FACTORS: dict[str, dict[str, str]] = {
         "exchange.context_form=all_gather",
         "p2e2t2": "mesh.data=1 mesh.pipeline=2 mesh.expert=2 mesh.tensor=2",
         "p4d2": "mesh.data=2 mesh.pipeline=4",
-        "no_stages": "mesh.data=2 mesh.expert=2",  # but passes beside each other
+        "no_stages": "mesh.data=2 mesh.expert=2",  # but concurrent passes
     },
     "cut": {
         "whole": "",

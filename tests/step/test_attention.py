@@ -1,4 +1,4 @@
-"""Forms of attention in a training step: on any mesh and in any order of tasks the same function as their twin."""
+"""Forms of attention in a training step: on any mesh and in any order of tasks the same function as their reference."""
 
 import dataclasses
 

@@ -63,11 +63,11 @@ def test_the_program_that_a_run_trains_is_the_one_that_the_report_shows(tmp_path
     own = ["log.dir=run", "log.trace_step=2", "train.steps=2", "train.eval_every=0", "log.sample_tokens=0"]
     text = f"data.path={ROOT / 'configs' / 'text' / 'shakespeare.txt'}"
     config = str(ROOT / "configs" / "shakespeare_cpu.yaml")
-    said = command("moe_jax.train", "--config", config, *SMALL, *own, text, folder=tmp_path, JAX_ENABLE_PGLE="true")
-    assert said.count("JAX_ENABLE_PGLE=true has no effect, as steps are compiled before they run") == 1
-    told = command("moe_jax.report", "--compile", "cpu:2", "--config", "run", "--save-hlo", "hlo", folder=tmp_path)
+    output = command("moe_jax.train", "--config", config, *SMALL, *own, text, folder=tmp_path, JAX_ENABLE_PGLE="true")
+    assert output.count("JAX_ENABLE_PGLE=true has no effect, as steps are compiled before they run") == 1
+    reported = command("moe_jax.report", "--compile", "cpu:2", "--config", "run", "--save-hlo", "hlo", folder=tmp_path)
     fingerprint = json.loads((tmp_path / "run" / "provenance.json").read_text())["step_program"]
-    assert re.search(rf"^program +{fingerprint}, 'step_program' in provenance.json", told, re.MULTILINE)
+    assert re.search(rf"^program +{fingerprint}, 'step_program' in provenance.json", reported, re.MULTILINE)
     trained, shown = (
         without_frames((tmp_path / file).read_text()) for file in ("run/trace/0/step.hlo", "hlo/step.hlo")
     )
@@ -119,7 +119,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any
 def test_a_step_for_gpus_is_compiled_again_with_estimated_times_of_its_instructions(
     toy: Lowered, compilations: Iterator[list[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And under a supervisor loaded by whoever starts again; for other rates it is another program."""
+    """And under a supervisor loaded by the next process; for other rates it is another program."""
     (seen,) = compilations
     program = StepProgram(lowered=toy, options={"xla_a": True}, target=H200, num_devices=8)
     first = toy.compile()
@@ -250,7 +250,7 @@ def test_jaxs_own_profiles_are_switched_off_and_that_is_told_once(capsys: pytest
     assert not jax.config.jax_enable_pgle
     assert capsys.readouterr().out == (
         "JAX_ENABLE_PGLE=true has no effect, as steps are compiled before they run: it is switched off "
-        "(docs/compiled.md tells how to use a measured profile)\n"
+        "(docs/compiled.md explains how to use a measured profile)\n"
     )
     switch_off_pgle()
     assert not capsys.readouterr().out

@@ -29,7 +29,7 @@ OTHERS = {
     "context ranks with all experts": "model.num_layers=3 mesh.context=2 exchange.context_form=all_gather",
     "sharded parameters": "model.num_layers=2 mesh.data=2 optimizer.zero=3",
     "empty pieces of slots": f"model.num_layers=2 schedule.pipeline=zero_bubble {PIECES}",
-    "empty pieces beside each other": f"model.num_layers=2 schedule.pipeline=coscheduled_split {PIECES}",
+    "empty pieces next to each other": f"model.num_layers=2 schedule.pipeline=coscheduled_split {PIECES}",
 }
 
 

@@ -63,7 +63,7 @@ def test_a_balanced_step_is_the_references_and_drops_nothing(schedule):
 
 
 def test_stages_see_tokens_blocks_and_steps_as_a_step_without_stages_does():
-    """From the trainer's first state, and in the step behind another one."""
+    """From the trainer's first state, and in the step after another one."""
     small = {"grad_accumulation": 4, "batch_size": 16, "seq_len": 6, "moe_layer_freq": 1, "gate": "random"}
     small |= {"model": {"num_layers": 4}}
     schedule = {"pipeline": "coscheduled", "virtual_stages": 2, "remat": "full"}

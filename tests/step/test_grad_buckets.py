@@ -1,4 +1,4 @@
-"""Gradients as vectors and chunks: nothing lost, nothing summed that is nobody else's."""
+"""Gradients as vectors and chunks: nothing lost, nothing summed that no other device has."""
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +63,7 @@ def test_chunks_cover_every_vector_once_and_in_order(mesh, bucket_cap_mb):
 @every_mesh
 @every_limit
 def test_each_shared_gradient_takes_the_sum_of_its_own_elements(mesh, bucket_cap_mb):
-    """Sums that are 3 times the gradient: they come back in place, and what nobody shares stays as it is."""
+    """Sums that are 3 times the gradient: they come back in place, and what no other device shares stays as it is."""
     reduction, grads = reduction_of(mesh, bucket_cap_mb), gradients()
     vectors = reduction.flatten(grads)
     sums = [3 * reduction.take(vectors, number) for number in range(len(reduction.chunks))]

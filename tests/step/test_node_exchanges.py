@@ -13,7 +13,7 @@ from tests.step.gradients import assert_equals_reference
 
 @pytest.mark.parametrize("name", BY_NODE)
 def test_the_step_computes_what_the_reference_computes(name):
-    """With data ranks beside the nodes; `test_every_step.py` has all else."""
+    """With data ranks as well as nodes; `test_every_step.py` has all else."""
     config = small_config(
         *(2, 4),
         schedule={"policy": "unified", "microbatches": 2, "weight_grad": "greedy", "grad_reduce": "block"},

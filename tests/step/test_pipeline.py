@@ -109,7 +109,7 @@ def test_more_stages_than_blocks_are_refused():
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_every_pass_of_the_table_runs_once(name):
-    """Each forward and backward pass of a microbatch through a chunk, alone or beside another; the ends once each."""
+    """Each forward and backward pass of a microbatch through a chunk, alone or with another; the ends once each."""
     config = config_of((2, 1, 2), "tied", 4, PIPELINES[name])
     plan = make_plan(config, mesh_of(config))
     passes, chunks = plan.pass_runs, plan.table.chunks

@@ -64,14 +64,14 @@ def test_processes_with_other_times_are_refused(tmp_path: Path, other_process: C
 
 def test_a_process_that_cannot_read_its_times_tells_the_others_first(tmp_path: Path, other_process: Callable) -> None:
     """Else these would wait for it."""
-    told = []
+    reported = []
     config = timed(tmp_path / "times.json", 1)
     mesh = mesh_of(config)
-    other_process(lambda own: told.append(int(own)) or own + 2)
+    other_process(lambda own: reported.append(int(own)) or own + 2)
     (tmp_path / "times.json").unlink()
     with pytest.raises(ConfigError, match="cannot be read"):
         make_plan(config, mesh)
-    assert told == [0]
+    assert reported == [0]
 
 
 @pytest.mark.parametrize("zero", [0, 1])

@@ -96,11 +96,11 @@ def test_copies_split_tokens_and_learn_the_same(name):
         make_trainer(copied, mesh),
         make_trainer(dataclasses.replace(config, schedule=ScheduleConfig()), mesh),
     )
-    twin = trainer if config.step_facts.has_ticks else plain
-    expected, expert_MS = first_state(copied if twin is trainer else config, twin), with_copies(config)
+    reference = trainer if config.step_facts.has_ticks else plain
+    expected, expert_MS = first_state(copied if reference is trainer else config, reference), with_copies(config)
     state = placed(copied, first_state(config, plain), expert_MS)
     for step in range(3):
-        expected, expected_metrics = twin.step(expected, tokens_of(config, step))
+        expected, expected_metrics = reference.step(expected, tokens_of(config, step))
         state, metrics = trainer.step(state, tokens_of(config, step))
         for key in ("loss", "grad_norm", "load_balance_loss"):
             np.testing.assert_allclose(metrics[key], expected_metrics[key], rtol=1e-5 if step == 0 else 1e-3)
@@ -112,7 +112,7 @@ def test_copies_split_tokens_and_learn_the_same(name):
     assert_copies_equal(config, state)
     if name == "accumulated":
         loss = trainer.evaluate(state["params"], tokens_of(config), slots_of(state))
-        np.testing.assert_allclose(loss, twin.evaluate(expected["params"], tokens_of(config)), rtol=1e-3)
+        np.testing.assert_allclose(loss, reference.evaluate(expected["params"], tokens_of(config)), rtol=1e-3)
 
 
 def test_copies_take_tokens_in_turn():

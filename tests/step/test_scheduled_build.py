@@ -37,7 +37,7 @@ UNIFIED = {"policy": "unified", "microbatches": 4, "weight_grad": "greedy", "gra
 
 
 def test_without_capacity_passing_the_result_is_another(monkeypatch):
-    """Each microbatch would fill all slots anew and drop less; the invariant above must notice."""
+    """Each microbatch would fill all slots again and drop less; the invariant above must notice."""
     config = small_config(2, 4, schedule=UNIFIED, batch_size=32, seq_len=6, **DROPPING)
     passed = sharded_gradients(config, first_params(config.model), tokens_of(config))
     assert_is_reference(config, passed)

@@ -206,7 +206,7 @@ def test_what_a_pullback_does_not_keep_cannot_be_replaced():
 
 @pytest.mark.parametrize("least", [False, True])
 def test_operations_keep_their_scopes(least):
-    """Profiles show them, and reports tell collectives apart by them."""
+    """Profiles show them, and reports distinguish collectives by them."""
 
     def scoped(w: Any, x: jax.Array) -> jax.Array:
         with jax.named_scope("inside"):

@@ -20,7 +20,7 @@ MATRIX_RATE = 1e11  # FLOP/s
 
 
 class Clock:
-    """A clock that only moves when it is told to."""
+    """A clock that only moves when a test advances it."""
 
     now_s = 100.0
 
@@ -59,7 +59,7 @@ class WhenAskedFor:
 
 
 class GoodSteps(Meter):
-    """Takes steps for good that do not say that they are bad."""
+    """Takes steps for good that do not report that they are bad."""
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments, listener=WhenAskedFor)

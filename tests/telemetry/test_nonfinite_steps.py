@@ -36,7 +36,7 @@ def test_nan_on_one_device_and_a_loss_above_its_bound_change_nothing(name):
     trainer = make_trainer(config, mesh_of(config))
 
     def after(bounds_of_seeds: dict[int, float], first_step: int) -> tuple[list, list]:
-        """States and metrics behind each step of these batches."""
+        """States and metrics after each step of these batches."""
         state, states, metrics = first_state(config, trainer) | {"step": jnp.int32(first_step)}, [], []
         for seed, bound in bounds_of_seeds.items():
             state, found = trainer.step(state, tokens_of(config, seed), jnp.float32(bound))
@@ -56,32 +56,32 @@ def test_nan_on_one_device_and_a_loss_above_its_bound_change_nothing(name):
     assert metrics[3]["learning_rate"] == expected_metrics[1]["learning_rate"]
 
 
-class Said(list):
+class Warnings(list):
     """In the place of a RunLog."""
 
     warn = list.append
 
 
-def looked(train_settings: TrainConfig, losses: list[float], bad: tuple[int, ...] = ()) -> tuple[BadSteps, Said]:
-    said = Said()
-    steps = BadSteps(Config(train=train_settings), said)
+def looked(train_settings: TrainConfig, losses: list[float], bad: tuple[int, ...] = ()) -> tuple[BadSteps, Warnings]:
+    output = Warnings()
+    steps = BadSteps(Config(train=train_settings), output)
     for step, loss in enumerate(losses, start=1):
         steps.update(step, {"loss": loss, "grad_norm": 1.0, "bad_step": int(step in bad)})
-    return steps, said
+    return steps, output
 
 
 def test_spikes_are_told_by_the_median_of_the_losses_before():
     losses = [float("inf"), *[2.0] * 7, 5.0, 2.0, 5.0, 3.9, 2.0]
-    steps, said = looked(TrainConfig(spike_factor=2), losses)
-    assert said == ["step 11: loss 5 is 2.50 × the median of the last 9 (train.spike_factor=2)"]
+    steps, output = looked(TrainConfig(spike_factor=2), losses)
+    assert output == ["step 11: loss 5 is 2.50 × the median of the last 9 (train.spike_factor=2)"]
     assert steps.counts() == {"bad_steps": 0, "loss_spikes": 1}
 
 
 def test_a_run_of_bad_steps_is_told_once_and_a_good_one_ends_it():
     nan = float("nan")
-    steps, said = looked(TrainConfig(), [1.0, nan, nan, 1.0, nan], bad=(2, 3, 5))
+    steps, output = looked(TrainConfig(), [1.0, nan, nan, 1.0, nan], bad=(2, 3, 5))
     left = "parameters, optimizer and balance are left as they were (1 of 3 in a row)"
-    assert said == [f"step {step} has loss=nan: {left}" for step in (2, 5)]
+    assert output == [f"step {step} has loss=nan: {left}" for step in (2, 5)]
     assert (steps.counts(), steps.in_a_row, steps.too_many) == ({"bad_steps": 3}, 1, False)
     assert looked(TrainConfig(bad_in_a_row=2), [nan, nan], bad=(1, 2))[0].too_many
     assert not looked(TrainConfig(bad_in_a_row=None), [nan] * 9, bad=tuple(range(1, 10)))[0].too_many

@@ -1,4 +1,4 @@
-"""Collapse is told once per block, from counts of every step, and again only after the block recovered."""
+"""Collapse is reported once per block, from counts of every step, and again only after the block recovered."""
 
 import math
 
@@ -18,10 +18,10 @@ class Told(Records):
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[str] = []
+        self.reported: list[str] = []
 
     def info(self, text: str) -> None:
-        self.told.append(text)
+        self.reported.append(text)
 
 
 def run(loads: list[list[list[float]]], every: int = 1, **settings) -> Told:
@@ -43,7 +43,7 @@ def test_an_unused_expert_is_told_once_until_it_is_used() -> None:
     text = "no token has chosen 1 of 4 experts (3) for log.alarm_unused_steps=3 steps"
     assert log.warnings == [f"step 4: block 1: {text}", f"step 4: block 3: {text}", f"step 9: block 3: {text}"]
     over = "has recovered: all of its experts are used"
-    assert log.told == [f"step 5: block 1 {over}", f"step 6: block 3 {over}"]
+    assert log.reported == [f"step 5: block 1 {over}", f"step 6: block 3 {over}"]
     assert [record["step"] for record in log if "alarm" in record] == [4, 4, 9]
     assert [record["alarm_over"] for record in log if "alarm_over" in record] == [f"block 1 {over}", f"block 3 {over}"]
 
@@ -56,7 +56,7 @@ def test_steps_between_records_count() -> None:
 
 
 def test_counting_starts_no_program_on_the_devices() -> None:
-    """It would wait behind the step that was begun meanwhile, and the record with it."""
+    """It would wait for the step that was begun meanwhile, and the record with it."""
     load_ME = jnp.asarray([EVEN, THREE], jnp.float32)
     alarms = Alarms(Config(model=ModelConfig(num_layers=2, moe=MoEConfig(num_experts=4))), Told())
     with jax.transfer_guard_host_to_device("disallow"):
@@ -68,7 +68,7 @@ def test_an_uneven_load_is_told_once_until_it_is_even_enough() -> None:
     log = run([[EVEN, ONE], [ONE, ONE], [EVEN, THREE]], alarm_unused_steps=None, alarm_entropy=0.7)
     text = "the load's entropy is 0.00 of an even one's, below log.alarm_entropy=0.7"
     assert log.warnings == [f"step 1: block 3: {text}", f"step 2: block 1: {text}"]
-    assert log.told == [f"step 3: block {block} has recovered: its load is more even" for block in (1, 3)]
+    assert log.reported == [f"step 3: block {block} has recovered: its load is more even" for block in (1, 3)]
 
 
 def test_nobody_is_told_where_no_alarm_is_wanted() -> None:

@@ -231,7 +231,7 @@ def test_nan_and_infinity_are_strict_json_and_come_back(tmp_path: Path) -> None:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    for _ in range(2):  # a resume writes the records anew
+    for _ in range(2):  # a resume writes the records again
         written = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
         assert written["loss"] is None
         assert written["not_finite"] == {"loss": "nan", "grad_norm": "inf"}
@@ -346,9 +346,9 @@ def test_tensorboard_never_holds_a_run(trouble: str, tmp_path: Path, monkeypatch
             disk.room = 10**6
     (path,) = (tmp_path / "tensorboard").iterdir()
     assert read_scalars(path) == {("rate", step): 0.5 for step in range(1, 40)}
-    told = [record["alarm"] for record in read_metrics(tmp_path) if "alarm" in record]
+    reported = [record["alarm"] for record in read_metrics(tmp_path) if "alarm" in record]
     wanted = f"{path} does not fit on the disk, and its last lines wait in memory: free some space"
-    assert told == ([wanted] if trouble == "full disk" else [])
+    assert reported == ([wanted] if trouble == "full disk" else [])
 
 
 def test_the_files_of_a_resumed_run_are_in_order_though_its_clock_was_set_back(

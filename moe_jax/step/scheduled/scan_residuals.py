@@ -34,9 +34,9 @@ class ScanBody:
     The returned carry may have another structure than the input.
 
     A value that several leaves of `saved` share is stacked once. Values that only depend on `consts` (weights, their
-    casts, masks, random numbers) are not stacked: `rebuild` recomputes them. What a collective brings is stacked all
-    the same, such as the sizes of exchanges with a gate that reads no features: repeated, it would cost time and run
-    beside other collectives.
+    casts, masks, random numbers) are not stacked: `rebuild` recomputes them. Results of collectives are stacked,
+    too, such as the sizes of exchanges with a gate that reads no features: repeating a collective would cost time, and
+    it would run concurrently with others.
     """
 
     def __init__(self, function: Callable[[Tree, Tree], tuple[Tree, Tree, Tree]], carry: Tree, consts: Tree):
