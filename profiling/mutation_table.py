@@ -260,7 +260,7 @@ MUTATIONS = (
         "models/dispatchers/capacity.py",
         "num_dropped = count_E.sum() - keep_mask_Tk.sum()",
         "num_dropped = jnp.int32(0)",
-        "nobody learns that tokens are dropped",
+        "dropped tokens are not reported",
         ["tests/models/test_dispatchers.py"],
     ),
     Mutation(
@@ -284,7 +284,7 @@ MUTATIONS = (
         "models/dispatchers/ragged.py",
         "kept_E = jnp.clip(capacity.slots - capacity.used_E, 0, count_E)",
         "kept_E = jnp.minimum(capacity.slots, count_E)",
-        "experts are told of rows that later microbatches never sent",
+        "experts count rows that later microbatches never sent",
         ["tests/models/test_dispatchers.py"],
     ),
     Mutation(
@@ -429,7 +429,7 @@ MUTATIONS = (
     ),
     Mutation(
         "bias_once_for_each_tensor_rank",
-        "parallel/tensor_axis.py",
+        "parallel/sequence_shards.py",
         "return x / jax.lax.axis_size(Axis.TENSOR)",
         "return x",
         "biases count as often as there are tensor ranks",
@@ -473,7 +473,7 @@ MUTATIONS = (
         "parallel/background.py",
         "self._jobs.put((urgency, next(self._count), job))",
         "self._jobs.put((0, next(self._count), job))",
-        "exchanges wait behind sums of gradients",
+        "exchanges wait for sums of gradients",
         ["tests/parallel/test_background.py", "-k", "urgent"],
     ),
     Mutation(
@@ -635,7 +635,7 @@ MUTATIONS = (
     ),
     Mutation(
         "backward_in_forward_order",
-        "schedule/policies/by_phase.py",
+        "schedule/policies/protocol.py",
         'shape.tasks_of("B", stage)[::-1] for stage',
         'shape.tasks_of("B", stage) for stage',
         "the backward pass begins with the microbatch that is ready last",
@@ -847,7 +847,7 @@ MUTATIONS = (
         "telemetry/nonfinite_steps.py",
         "return limit is not None and self.in_a_row >= limit",
         "return limit is not None and self.in_a_row > limit",
-        "a run that has diverged goes on for one step more than it is allowed",
+        "a run that has diverged continues for one step more than it is allowed",
         ["tests/telemetry/test_nonfinite_steps.py", "-k", "run_of_bad_steps"],
     ),
     Mutation(
@@ -903,7 +903,7 @@ MUTATIONS = (
         "distributed/interrupt.py",
         "return self._signalled",
         "return False",
-        "a run that is told to stop trains on, and saves nothing",
+        "a run that is asked to stop trains on, and saves nothing",
         ["tests/run/test_resume.py", "-k", "a_signal"],
     ),
     Mutation(
@@ -1034,8 +1034,8 @@ MUTATIONS = (
     Mutation(
         "optimizer_needs_no_memory",
         "plan/memory.py",
-        "optimizer=moment_bytes(",
-        "optimizer=0 * moment_bytes(",
+        "optimizer=moment_bytes(owned_parameters(",
+        "optimizer=0 * moment_bytes(owned_parameters(",
         "plans do not fit into the memory of devices",
         ["tests/plan/test_memory.py", "-k", "state_is_exact"],
     ),
@@ -1272,7 +1272,7 @@ MUTATIONS = (
         "launch/supervisor.py",
         "return _Ended(code if code > 0 else 128 - code, message",
         "return _Ended(0, message",
-        "a job that has failed is told as done",
+        "a job that has failed is reported as done",
         ["tests/launch/test_launch.py", "-k", "failure"],
     ),
     Mutation(
@@ -1396,7 +1396,7 @@ MUTATIONS = (
         "errors.py",
         'sys.stderr.write(f"{kind}: {line}\\n")',
         'sys.stderr.write("")',
-        "a command ends and nobody learns why",
+        "a command ends without a reason",
         ["tests/bad_input/test_flags.py"],
     ),
     Mutation(
@@ -1404,7 +1404,7 @@ MUTATIONS = (
         "errors.py",
         "    sys.exit(code)\n",
         "    sys.exit(1)\n",
-        "a launcher cannot tell wrong settings from a failure",
+        "a launcher cannot distinguish wrong settings from a failure",
         ["tests/bad_input/test_flags.py"],
     ),
 )

@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 
 from moe_jax.config import DataConfig
 from moe_jax.data.documents import open_documents
-from moe_jax.data.encode import BATCH, Document, encode_documents
 from moe_jax.data.loader import validation_batches
 from moe_jax.data.samples import Samples
 from moe_jax.data.token_marks import FIRST, PADDING, UNCOUNTED, without_marks
-from moe_jax.data.tokenizer import ByteTokenizer, Tokenizer
+from moe_jax.data.tokenizer import BATCH, ByteTokenizer, Document, Tokenizer, encode_documents
 from moe_jax.data.tokens import is_text
 from moe_jax.errors import DataError
 from moe_jax.files.untrusted import read_text

@@ -16,14 +16,15 @@ import numpy as np
 from tqdm import tqdm
 
 from moe_jax.data.chunk_checksums import CHUNK_BYTES, write_checksums
-from moe_jax.data.encode import BATCH as _BATCH
-from moe_jax.data.encode import Document, encode_documents
 from moe_jax.data.text_files import Piece, find_files, read_file
+from moe_jax.data.tokenizer import BATCH as _BATCH
 from moe_jax.data.tokenizer import (
     MIN_BPE_VOCAB_SIZE,
     BpeTokenizer,
     ByteTokenizer,
+    Document,
     Tokenizer,
+    encode_documents,
     load_model_tokenizer,
     optional_package,
     train_bpe,

@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from moe_jax.data.documents import Documents, DocumentSpan, open_documents
-from moe_jax.data.encode import BATCH, Document, encode_documents
-from moe_jax.data.tokenizer import Tokenizer
+from moe_jax.data.tokenizer import BATCH, Document, Tokenizer, encode_documents
 from moe_jax.data.tokens import SPLITS, Meta, Split
 from moe_jax.errors import DataError
 

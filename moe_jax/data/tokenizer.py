@@ -15,7 +15,11 @@ from moe_jax.data.tokens import BPE_FILE, BYTES_VOCAB_SIZE, META_FILE, check_tok
 from moe_jax.errors import DataError
 from moe_jax.files.untrusted import MOST_TOKENIZER, check_regular, read_bytes, read_json
 
+# characters that are encoded in one call; a longer document is encoded in windows (data/long_text.py)
+BATCH = 2**20
 MIN_BPE_VOCAB_SIZE = BYTES_VOCAB_SIZE + 1  # one token for each byte, and one for the end of a text
+
+Document = tuple[str, bool]  # a text, and whether it has its end, and so the token after it
 
 _END_OF_TEXT = "<|endoftext|>"
 _RARE = ("\U00012000", "\U00012001")  # cuneiform letters, which few vocabularies contain
@@ -307,3 +311,14 @@ def optional_package(module: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError:
         raise DataError(f"{module.partition('.')[0]} is not installed: pip install -e '.[text]'") from None
+
+
+def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer) -> list[list[int]]:
+    """Return the tokens of each document, with those that begin and end a text."""
+    short = [text for text, _ in documents if len(text) <= BATCH]
+    encoded = iter(tokenizer.encode_batch(short))
+    found = []
+    for text, ends in documents:
+        tokens = next(encoded) if len(text) <= BATCH else [id for part in tokenizer.encode_long([text]) for id in part]
+        found.append([*tokenizer.begin_of_text, *tokens, *([tokenizer.end_of_text] if ends else ())])
+    return found

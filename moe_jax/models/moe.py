@@ -22,8 +22,7 @@ from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.models.grouped_products import GroupedProduct
 from moe_jax.models.hooks import hooks_of
 from moe_jax.models.placement import in_slots
-from moe_jax.parallel.sequence_shards import sum_over_sequences
-from moe_jax.parallel.tensor_axis import share_of_sum
+from moe_jax.parallel.sequence_shards import share_of_sum, sum_over_sequences
 from moe_jax.parallel.trees import Params
 
 

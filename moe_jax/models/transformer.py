@@ -44,7 +44,7 @@ from moe_jax.parallel.all_to_all import BY_NODE, check_exchange
 from moe_jax.parallel.gathered_params import save_all_but_gathered
 from moe_jax.parallel.mesh import Axes, Axis, expert_axis
 from moe_jax.parallel.ranks import Ranks, ranks_per_node
-from moe_jax.parallel.tensor_axis import tp_all_gather, tp_reduce_scatter
+from moe_jax.parallel.sequence_shards import tp_all_gather, tp_reduce_scatter
 from moe_jax.parallel.tensor_dispatch import WHOLE_EXPERTS, DispatchRoute
 from moe_jax.parallel.trees import Params, Tree
 

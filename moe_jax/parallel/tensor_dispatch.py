@@ -28,7 +28,7 @@ from moe_jax.parallel.all_to_all import Exchange, exchange_named
 from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.ordering import depend_on
 from moe_jax.parallel.ranks import Ranks
-from moe_jax.parallel.tensor_axis import tp_all_gather, tp_reduce_scatter
+from moe_jax.parallel.sequence_shards import tp_all_gather, tp_reduce_scatter
 
 Send = Callable[[jax.Array], jax.Array]
 WHOLE_EXPERTS = "whole"  # the form of experts that tensor ranks do not share

@@ -12,29 +12,66 @@ after the backward pass, or after each scan iteration if a schedule sums inside 
 are gathered one array after another.
 
 XLA's `memory_analysis()` reports the total as argument + temporary + result − aliased bytes. Memory that a compiler
-uses beyond that is not derived: `plan/compilers.py` has what was observed. Pipelines are in `plan/pipelined_memory.py`.
+uses beyond that is not derived: `plan/compilers.py` has what was observed.
 """
 
+import dataclasses
+import functools
 import math
 from collections import Counter
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Literal, NamedTuple
 
-from moe_jax.config import Config
+from moe_jax.config import Config, ModelConfig
+from moe_jax.config.layer_layout import Stages
+from moe_jax.config.registry import PIPELINE_FACTS
 from moe_jax.errors import ConfigError
-from moe_jax.plan.activation_memory import DeviceSizes, Mode, is_fused, mode_of, sizes_of, stored_bytes
+from moe_jax.plan.activation_memory import DeviceSizes, Mode, deferred_bytes, is_fused, mode_of, sizes_of, stored_bytes
 from moe_jax.plan.compilers import COMPILERS
-from moe_jax.plan.gradients import ITEM_BYTES, moment_bytes, own_parameters
+from moe_jax.plan.gradients import ITEM_BYTES, moment_bytes, own_parameters, params_by_group
 from moe_jax.plan.orthogonalizing import orthogonalizing_bytes
 from moe_jax.plan.param_gathers import gathered_parameter_bytes, shard_cast_bytes
-from moe_jax.plan.pipelined_memory import pipelined_memory
 from moe_jax.plan.resources import count_parameters, owned_parameters, parameters_per_device
 from moe_jax.plan.stage_parameters import stage_parameters_of
-from moe_jax.plan.step_memory import TEMPORARIES, Moment, StepMemory
 from moe_jax.plan.work import ITEM_BYTES as CAST_BYTES
 from moe_jax.plan.workspace_memory import head_bytes, in_blocks, period_of, working_bytes
+from moe_jax.schedule.pipelines.outline import outline_of
 
+Moment = Literal["head", "backward", "update"]
 _GATHERED = 1.5  # times an array: a shard, and all shards in another layout before they are put in place
+TEMPORARIES = ("activations", "gathered", "gradients", "head", "working")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMemory:
+    """Bytes of one device at the moment of a step with the highest use."""
+
+    moment: Moment
+    parameters: int
+    optimizer: int  # moments
+    batch: int
+    activations: int  # stored for the backward pass
+    gathered: int  # gathered parameters, and casts of this device's shards (`optimizer.zero=3`)
+    gradients: int
+    head: int  # logits and their gradient
+    working: int  # workspace of a block's backward pass, its exchanges included, or of an update
+    lost: int  # gaps between buffers, and memory that the compiler reserves
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "moment"}
+
+    @property
+    def total(self) -> int:
+        """The bytes that XLA allocates: arguments, temporaries, and results that do not overwrite an argument."""
+        return sum(self.parts.values())
+
+    @property
+    def state(self) -> int:
+        """Bytes in use between steps."""
+        return self.parameters + self.optimizer
 
 
 class GradientMemory(NamedTuple):
@@ -181,3 +218,83 @@ def _stored_by_mtp(config: Config, sizes: DeviceSizes) -> float:
     """
     width = 4 * config.model.hidden_size * config.model.num_nextn_predict_layers
     return sizes.item * sizes.local_tokens * width
+
+
+def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> StepMemory:
+    """The memory of a step that runs a table of ticks. All stages run one program, on equal buffers.
+
+    The step has buffers for the activations of forward passes, as many slots as the table needs, each large enough for
+    any model chunk; sums of all gradients; and the workspace of one pass: its activations before they are in their
+    slot, the workspace of a block, and a block's gradients before they are added. With `schedule.remat=chunk` slots
+    have a chunk's input and output, and all activations are in the workspace of a backward pass. Compared with XLA's
+    allocations on H100 and v5p in docs/plan.md.
+
+    Raises ConfigError if stages have too few blocks.
+    """
+    model, settings, parts = config.model, config.schedule, config.train.grad_accumulation
+    sizes, mode, compiler = sizes_of(config, platform, mesh), mode_of(config, platform), COMPILERS[platform]
+    params, stages = stage_parameters_of(config), Stages.of(config)
+    count = params.on_device(config, mesh)
+    outline = outline_of(settings.pipeline, stages.stages, parts, stages.chunks)
+    stream = sizes.item * sizes.local_tokens * model.hidden_size
+    no_mlp = _without_mlp(model)
+    slot = stream + _largest(
+        stages,
+        stored_bytes(sizes, no_mlp, "dense", mode, "task"),
+        lambda kind: stored_bytes(sizes, model, kind, mode, "task"),
+    )
+    repeats = settings.remat == "chunk"
+    residuals, slot = slot, 2 * stream if repeats else slot  # a chunk's input and output
+    activations = outline.saved * slot + (outline.activations + outline.gradients + 4) * stream
+    if outline.has_pairs and platform == "cpu":
+        activations += slot  # copied out of its slot for a pass that also fills one
+    split = PIPELINE_FACTS[settings.pipeline].split_weight_grad
+    if split:
+        deferred = _largest(
+            stages, deferred_bytes(sizes, no_mlp, "dense", mode), lambda kind: deferred_bytes(sizes, model, kind, mode)
+        )
+        activations += outline.weight * deferred
+    blocks = max(map(len, stages.groups))
+    new = 4 * sum(params_by_group(params.blocks, config, mesh).values()) / (stages.chunks * blocks)
+    new *= 1 if stages.chunks == 1 else 2  # and a copy of that chunk's sums
+    at_work = compiler.extra_slots_of_pairs if outline.has_pairs else compiler.extra_slots
+    working = new + at_work * slot + (residuals if repeats else 0.0)
+    # sums of gradients and buffers are allocated all the time, and so without gaps
+    working += working_bytes(config, sizes, compiler, mode, mesh, blocks)
+    ends = sum(params_by_group(params.ends, config, mesh).values())
+    gathered = 4 * ends + sizes.item * (count - ends) if config.optimizer.zero == 3 else 0.0
+    moments: dict[Moment, dict[str, float]] = {
+        "head": {
+            "activations": activations,
+            "gathered": gathered,
+            "gradients": 4 * count,
+            "head": head_bytes(config, sizes, compiler, mode) + 4 * model.vocab_size * model.hidden_size,
+        },
+        "backward": {
+            "activations": activations,
+            "gathered": gathered,
+            "gradients": 4 * count,
+            "working": working,
+        },
+    }
+    moment: Moment = max(moments, key=lambda name: sum(moments[name].values()))
+    found = {name: int(moments[moment].get(name, 0)) for name in TEMPORARIES}
+    return StepMemory(
+        moment=moment,
+        parameters=4 * (int(own_parameters(params, config, mesh)) if config.optimizer.zero == 3 else count),
+        optimizer=moment_bytes(params, config, mesh),
+        batch=int(4 * sizes.sequences * parts * (config.data.seq_len + 1)),
+        **found,
+        lost=compiler.reserved_bytes,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _without_mlp(model: ModelConfig) -> ModelConfig:
+    return dataclasses.replace(model, intermediate_size=0)
+
+
+def _largest(stages: Stages, common: float, of_kind: Callable[[str], float]) -> float:
+    """Bytes for the largest chunk, with `common` bytes for each block, or more for blocks of each kind."""
+    extra = sum(count * (of_kind(kind) - common) for kind, count in stages.most_of_kind.items() if count)
+    return max(map(len, stages.groups)) * common + extra

@@ -17,10 +17,9 @@ from moe_jax.measure.trace import FOLDER
 from moe_jax.models.transformer import ComputeConfig, capability_of
 from moe_jax.parallel.mesh import Axis
 from moe_jax.plan.activation_memory import fuses_if_unrolled, longest_loop
-from moe_jax.plan.memory import step_memory
+from moe_jax.plan.memory import StepMemory, step_memory
 from moe_jax.plan.plan_text import size
 from moe_jax.plan.resources import count_parameters, train_flops_per_token
-from moe_jax.plan.step_memory import StepMemory
 from moe_jax.run.memory_check import predicted_memory
 from moe_jax.run.profiler import steps_to_trace
 from moe_jax.run.setup import Run, compile_programs, open_run

@@ -25,8 +25,8 @@ from moe_jax.schedule.dependencies import task_graph
 from moe_jax.schedule.grad_buckets import by_readiness, exchanges_first
 from moe_jax.schedule.link_order import Priority
 from moe_jax.schedule.param_gathers import releases
-from moe_jax.schedule.policies import POLICIES, by_phase
-from moe_jax.schedule.policies.protocol import Orders, Policy
+from moe_jax.schedule.policies import POLICIES
+from moe_jax.schedule.policies.protocol import Orders, Policy, breadth_first
 from moe_jax.schedule.schedule import Schedule
 from moe_jax.schedule.shape import Parts, StepShape
 from moe_jax.schedule.simulation import (
@@ -158,7 +158,7 @@ def _orders(name: str, shape: StepShape) -> Orders:
     lists = orders.values() if isinstance(orders, Mapping) else [None]
     if not all(isinstance(tasks, list) and all(isinstance(task, Action) for task in tasks) for tasks in lists):
         raise ConfigError(f"schedule.policy={name}: orders returns no lists of tasks by stream: {_ORDERS}")
-    for stream, tasks in by_phase.orders(shape).items():
+    for stream, tasks in breadth_first(shape).items():
         listed = orders.get(stream, [])
         if wrong := set(tasks) ^ set(listed):
             task = min(wrong)

@@ -15,7 +15,7 @@ from moe_jax.config import AttentionView, ModelConfig
 from moe_jax.models.attention import grouped, latent
 from moe_jax.models.attention.core import AttentionImpl
 from moe_jax.models.layers import rms_norm, scaled
-from moe_jax.parallel.tensor_axis import tp_reduce_scatter
+from moe_jax.parallel.sequence_shards import tp_reduce_scatter
 
 
 class AttentionKind(NamedTuple):

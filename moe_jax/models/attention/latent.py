@@ -19,7 +19,7 @@ from moe_jax.models.attention.over_context import FORMS
 from moe_jax.models.layers import matmul, rms_norm
 from moe_jax.models.rope import logit_scale, rotate
 from moe_jax.parallel.context import context_ranks, own_positions
-from moe_jax.parallel.tensor_axis import tp_all_gather
+from moe_jax.parallel.sequence_shards import tp_all_gather
 
 Cache = tuple[Float[Array, "B S R"], Float[Array, "B S P"]]  # latents and rotated keys
 

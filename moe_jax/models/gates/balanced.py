@@ -15,8 +15,7 @@ from moe_jax.config import MoEConfig
 from moe_jax.config.facts import GateFacts
 from moe_jax.models.gates.choice import TopKRouting
 from moe_jax.models.gates.inputs import RouterInputs
-from moe_jax.models.gates.logits import linear
-from moe_jax.models.gates.protocol import Gate, GateOutput
+from moe_jax.models.gates.protocol import Gate, GateOutput, linear
 from moe_jax.models.gates.weights import expert_weights
 
 FACTS = GateFacts(listed=12, sees_tokens=True, for_timing_only=True)

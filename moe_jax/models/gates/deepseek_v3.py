@@ -14,8 +14,7 @@ from moe_jax.config import MoEConfig
 from moe_jax.config.facts import ROUTER, SCORE_BIAS, GateFacts
 from moe_jax.models.gates.choice import TopKRouting
 from moe_jax.models.gates.inputs import RouterInputs
-from moe_jax.models.gates.logits import linear
-from moe_jax.models.gates.protocol import Gate, GateOutput, choice_bias
+from moe_jax.models.gates.protocol import Gate, GateOutput, choice_bias, linear
 from moe_jax.models.gates.weights import expert_weights, mask_other_groups, normalized
 
 FACTS = GateFacts(

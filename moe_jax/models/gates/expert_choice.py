@@ -17,8 +17,7 @@ from moe_jax.config.facts import GateFacts
 from moe_jax.models import routing
 from moe_jax.models.gates.choice import ExpertChoiceRouting
 from moe_jax.models.gates.inputs import RouterInputs
-from moe_jax.models.gates.logits import linear
-from moe_jax.models.gates.protocol import Gate, GateOutput
+from moe_jax.models.gates.protocol import Gate, GateOutput, linear
 
 FACTS = GateFacts(
     listed=10,

@@ -16,8 +16,7 @@ from moe_jax.config import MoEConfig
 from moe_jax.config.facts import ROUTER, GateFacts, GateParameter
 from moe_jax.models.gates import softmax
 from moe_jax.models.gates.inputs import RouterInputs
-from moe_jax.models.gates.logits import linear, product
-from moe_jax.models.gates.protocol import Gate, GateOutput
+from moe_jax.models.gates.protocol import Gate, GateOutput, linear, product
 
 FACTS = GateFacts(
     listed=3, sees_tokens=True, parameters=(ROUTER, GateParameter("router_noise", ("model", "choices"), "zeros"))

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moe_jax.config import MoEConfig
 from moe_jax.models.gates.choice import Decision
 from moe_jax.models.gates.inputs import RouterInputs
-from moe_jax.models.gates.logits import linear
 
 
 class GateOutput(NamedTuple):
@@ -53,3 +53,22 @@ def of_biased_logits(choose: OfBiasedLogits) -> Gate:
         return GateOutput(choose(logit_TE, moe, choice_bias(params, router_inputs, moe)), logit_TE)
 
     return decide
+
+
+_TINY = 1e-12
+
+
+def linear(params: Any, x_TD: Float[Array, "T D"]) -> Float[Array, "T E"]:
+    """Return router logits in float32, with a bias if the router has one."""
+    return product(x_TD, params["router"]) + params.get("router_bias", 0.0)
+
+
+def product(x: Float[Array, "T n"], matrix: Float[Array, "n m"]) -> Float[Array, "T m"]:
+    """Multiply in float32."""
+    # by default, TPUs and recent GPUs would multiply in bfloat16 or TF32
+    return jnp.matmul(x.astype(jnp.float32), matrix, precision=jax.lax.Precision.HIGHEST)
+
+
+def unit(x: jax.Array, axis: int) -> jax.Array:
+    """Scale vectors along `axis` to length 1."""
+    return x * jax.lax.rsqrt(jnp.sum(x**2, axis=axis, keepdims=True) + _TINY)

@@ -15,8 +15,7 @@ from moe_jax.config import MoEConfig
 from moe_jax.config.facts import GateFacts, GateParameter
 from moe_jax.models.gates.choice import SoftRouting
 from moe_jax.models.gates.inputs import RouterInputs
-from moe_jax.models.gates.logits import product, unit
-from moe_jax.models.gates.protocol import Gate, GateOutput
+from moe_jax.models.gates.protocol import Gate, GateOutput, product, unit
 
 FACTS = GateFacts(
     listed=11,

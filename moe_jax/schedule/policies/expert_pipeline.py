@@ -1,8 +1,7 @@
 """Split exchanges and experts by capacity, inside each MoE layer (Tutel, PipeMoE). Attention is not split."""
 
 from moe_jax.config.facts import PolicyFacts
-from moe_jax.schedule.policies import by_phase
-from moe_jax.schedule.policies.protocol import Policy
+from moe_jax.schedule.policies.protocol import Policy, breadth_first
 from moe_jax.schedule.shape import Parts
 
 FACTS = PolicyFacts(listed=1, cuts="capacity", planned=True, is_baseline=True)
@@ -13,4 +12,4 @@ def parts(degree: int) -> Parts:
     return Parts(1, degree)
 
 
-POLICY = Policy(parts, by_phase.orders)
+POLICY = Policy(parts, breadth_first)

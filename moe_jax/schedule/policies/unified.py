@@ -1,8 +1,7 @@
 """Split the whole batch, so that attention and gate of one microbatch hide the exchanges of another (FlowMoE)."""
 
 from moe_jax.config.facts import PolicyFacts
-from moe_jax.schedule.policies import by_phase
-from moe_jax.schedule.policies.protocol import Policy
+from moe_jax.schedule.policies.protocol import Policy, breadth_first
 from moe_jax.schedule.shape import Parts
 
 FACTS = PolicyFacts(listed=2, cuts="batch", sends_ragged=True, planned=True)
@@ -13,4 +12,4 @@ def parts(degree: int) -> Parts:
     return Parts(degree, degree)
 
 
-POLICY = Policy(parts, by_phase.orders)
+POLICY = Policy(parts, breadth_first)

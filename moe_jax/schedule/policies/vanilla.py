@@ -2,8 +2,7 @@
 
 from moe_jax.config.facts import PolicyFacts
 from moe_jax.schedule.actions import ScheduleError
-from moe_jax.schedule.policies import by_phase
-from moe_jax.schedule.policies.protocol import Policy
+from moe_jax.schedule.policies.protocol import Policy, breadth_first
 from moe_jax.schedule.shape import Parts
 
 FACTS = PolicyFacts(listed=0, cuts=None, is_baseline=True)
@@ -16,4 +15,4 @@ def parts(degree: int) -> Parts:
     return Parts(1, 1)
 
 
-POLICY = Policy(parts, by_phase.orders)
+POLICY = Policy(parts, breadth_first)

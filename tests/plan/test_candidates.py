@@ -1,4 +1,4 @@
-"""Where context ranks go."""
+"""The candidates of a plan: on which links context ranks and expert ranks are placed."""
 
 import pytest
 

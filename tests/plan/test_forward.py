@@ -129,7 +129,7 @@ def test_ranges_reach_in_front_of_the_gate_only_where_it_allows() -> None:
 
 
 def test_the_planner_tries_as_many_parts_as_ranges_have() -> None:
-    """Three sequences make no two or four microbatches; and what is tried besides never loses what was best."""
+    """Three sequences make no two or four microbatches; and what is tried in addition never loses what was best."""
     config = replaced(config_of(sequences=3, layers=1, intermediate_size=8192), data={"seq_len": 8192})
     # no tensor ranks, no parts of slots
     config = replaced(config, model={"num_attention_heads": 1}, schedule={"policy": "unified"})
