@@ -1318,7 +1318,7 @@ MUTATIONS = (
     ),
     Mutation(
         "beta_of_one",
-        "config/sections.py",
+        "config/sections/training.py",
         "beta2: float = number(0.95, Range(0, 1, below=True))",
         "beta2: float = number(0.95, Range(0, 1))",
         "moments that never move are accepted, and divide by 0",

@@ -167,7 +167,7 @@ def settings_read() -> set[str]:
     for file in set(SOURCES.rglob("*.py")) - set(CHECKS):
         tree = ast.parse(file.read_text())
         parts: list[tuple[ast.AST, str]] = [(tree, "")]
-        if file == SOURCES / "config" / "sections.py":
+        if file.parent == SOURCES / "config" / "sections":
             parts = [
                 (node, node.name.removesuffix("Config").lower()) for node in tree.body if isinstance(node, ast.ClassDef)
             ]

@@ -39,7 +39,7 @@ def main() -> None:
     parser = CommandParser(
         prog="python -m moe_jax.train",
         description="Train a Mixture-of-Experts model.",
-        epilog="Example: --config configs/shakespeare_cpu.yaml train.steps=200. Settings: moe_jax/config/sections.py.",
+        epilog="Example: --config configs/shakespeare_cpu.yaml train.steps=200. Settings: moe_jax/config/sections/.",
     )
     parser.add_argument("--config", type=place, required=True, help="YAML file, or the folder of an earlier run")
     parser.add_argument("--dry-run", action="store_true", help="print what would be trained, and stop")
