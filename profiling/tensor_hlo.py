@@ -66,7 +66,7 @@ def main() -> None:
     """Read the command line, compile and describe every form, write the result."""
     parser = CommandParser(prog="python profiling/tensor_hlo.py", description=__doc__)
     parser.add_argument("--tensor", type=int, default=2, help="ranks (default 2)")
-    parser.add_argument("--chunks", type=int, default=4, help="of o2 and o3 (default 4)")
+    parser.add_argument("--chunks", type=int, default=4, help="of the chunked forms (default 4)")
     parser.add_argument("--rows", type=int, default=4096, help="of a device for each expert rank (default 4096)")
     parser.add_argument("--width", type=int, default=2048, help="of a row (default 2048)")
     arguments, target = read_command(parser, ("tensor", "chunks", "rows", "width"))

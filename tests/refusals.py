@@ -416,9 +416,9 @@ REFUSED = {
         "model.moe.num_experts=6 is not divisible by mesh.expert=2 × mesh.tensor=2: "
         "use 4 or 8 experts, or mesh.expert=1 or 3"
     ),
-    "mesh.tensor=2 mesh.experts_over_tensor=true exchange.tensor_form=o2": (
-        "exchange.tensor_form=o2 is how tensor ranks share each expert, and with mesh.experts_over_tensor=true "
-        "they share none: use exchange.tensor_form=o1"
+    "mesh.tensor=2 mesh.experts_over_tensor=true exchange.tensor_form=sharded_chunked": (
+        "exchange.tensor_form=sharded_chunked is how tensor ranks share each expert, and with "
+        "mesh.experts_over_tensor=true they share none: use exchange.tensor_form=sharded"
     ),
     "mesh.experts_over_context=true": (
         "mesh.experts_over_context=true cuts experts over context ranks, and mesh.context=1: "

@@ -32,6 +32,9 @@ RENAMED = {
 RENAMED_VALUES = {
     ("schedule.grad_reduce", "chunked"): "bucketed",
     ("tune.over", "chunk_mb"): "bucket_cap_mb",
+    ("exchange.tensor_form", "o1"): "sharded",
+    ("exchange.tensor_form", "o2"): "sharded_chunked",
+    ("exchange.tensor_form", "o3"): "sharded_overlapped",
 }
 
 

@@ -60,7 +60,7 @@ class ComputeConfig:
     exchange: str  # the all-to-all's algorithm, never auto
     ranks_per_node: int  # of the ranks over which experts are sharded
     rank_capacity_factor: float | None  # buffer for rows without capacity / even share; None: worst case
-    tensor_form: str = "o1"  # how tensor ranks share an exchange
+    tensor_form: str = "sharded"  # how tensor ranks share an exchange
     tensor_chunks: int = 1
     attention: AttentionImpl = dataclasses.field(default_factory=AttentionImpl)
     expert_axis: Axes = Axis.EXPERT  # the axes over which experts are sharded
@@ -135,7 +135,7 @@ class ComputeConfig:
 def _tensor_form(config: Config, tensor_ranks: int) -> str:
     """Return the form over tensor ranks. With one of them all forms are the same."""
     if tensor_ranks == 1:
-        return "o1"
+        return "sharded"
     return WHOLE_EXPERTS if config.mesh.experts_over_tensor else config.exchange.tensor_form
 
 

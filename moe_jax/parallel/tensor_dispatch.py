@@ -5,11 +5,11 @@ returns what all sources sent here [t·P, …]. `from_experts` sends back the su
 the transpose of `to_experts`. `send` exchanges rows [P, …] between expert ranks that have the same tensor rank. All
 forms return the same bits.
 
-    form         to_experts      from_experts   an all-to-all carries
-    replicated   gather, send    send, sum      all rows, t times as many as with o1
-    o1           send, gather    sum, send      the own rows
-    o2           as o1 in chunks: the second transfer of one runs concurrently with the first of the next
-    o3           as o2, and each chunk is copied to its place while later ones travel
+    form                 to_experts      from_experts   an all-to-all carries
+    replicated           gather, send    send, sum      all rows, t times as many as with sharded
+    sharded              send, gather    sum, send      the own rows
+    sharded_chunked      as sharded in chunks: the second transfer of one overlaps with the first of the next
+    sharded_overlapped   as sharded_chunked, and each chunk is copied to its place while later ones travel
 
 If experts are sharded over tensor ranks, too (`WHOLE_EXPERTS`), each is whole on its rank: rows are only sent. On one
 tensor rank nothing is gathered or summed.
@@ -72,7 +72,7 @@ class DispatchRoute(NamedTuple):
 
     algorithm: str
     ranks: Ranks
-    form: str = "o1"
+    form: str = "sharded"
     chunks: int = 1
 
     @property
@@ -86,7 +86,7 @@ class DispatchRoute(NamedTuple):
     @property
     def goes_by_hops(self) -> bool:
         """Whether blocks travel one by one, so that experts can process one while the next travels."""
-        return self.algorithm == "ring" and self.form in ("o1", WHOLE_EXPERTS)
+        return self.algorithm == "ring" and self.form in ("sharded", WHOLE_EXPERTS)
 
     @property
     def shares_experts(self) -> bool:
@@ -113,7 +113,7 @@ class DispatchRoute(NamedTuple):
         return self.transfer(to_experts=to_experts)(x, send, Chunking(self.chunks, self.ranks.platform))
 
 
-# replicated, o1
+# replicated, sharded
 
 
 def _identity(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
@@ -145,7 +145,7 @@ def _sum_by_target(x: Float[Array, "P t ..."]) -> Float[Array, "P ..."]:
     return tp_reduce_scatter(x, 1)[:, 0]
 
 
-# o2, o3
+# sharded_chunked, sharded_overlapped
 
 
 class _ChunkCollector(Protocol):
@@ -244,7 +244,7 @@ def _chunked(collect: Callable[[jax.Array], _ChunkCollector]) -> Form:
 _WHOLE = Form(Unchunked(_identity, _identity), Unchunked(_identity, _identity))
 FORMS = {
     "replicated": Form(Unchunked(_gather_by_target, _by_source), Unchunked(_by_target, _sum_by_target)),
-    "o1": Form(Unchunked(_identity, _gather), Unchunked(_sum, _identity)),
-    "o2": _chunked(_Concatenated),
-    "o3": _chunked(_Filled),
+    "sharded": Form(Unchunked(_identity, _gather), Unchunked(_sum, _identity)),
+    "sharded_chunked": _chunked(_Concatenated),
+    "sharded_overlapped": _chunked(_Filled),
 }

@@ -192,7 +192,12 @@ def _exchange(candidate: Candidate) -> str:
     words = [candidate.estimate.algorithm if mesh.expert_ranks(mesh.sizes) > 1 else "none"]
     if mesh.expert_tensor_ranks(mesh.sizes) > 1:
         words.append(
-            settings.tensor_form + (f" in {settings.tensor_chunks}" if settings.tensor_form in ("o2", "o3") else "")
+            settings.tensor_form
+            + (
+                f" in {settings.tensor_chunks}"
+                if settings.tensor_form in ("sharded_chunked", "sharded_overlapped")
+                else ""
+            )
         )
     return ", ".join(words)
 

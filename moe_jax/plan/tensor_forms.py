@@ -8,13 +8,13 @@ from moe_jax.config import Config
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.step_times import Step
 
-_CHUNKED: tuple[Literal["o2", "o3"], ...] = ("o2", "o3")
+_CHUNKED: tuple[Literal["sharded_chunked", "sharded_overlapped"], ...] = ("sharded_chunked", "sharded_overlapped")
 _MOST_CHUNKS = 64
 _SMALLEST_BYTES = 2**20  # of a chunk: links reach their rate with messages of a megabyte, not with smaller ones
 
 
 def tensor_forms(config: Config, cluster: Cluster) -> Iterator[dict[str, object]]:
-    """Settings of the exchange section: each form, o2 and o3 with their best number of chunks.
+    """Settings of the exchange section: each form, the chunked ones with their best number of chunks.
 
     Numbers of chunks are powers of two up to 64 whose chunks have a megabyte, and 2 where no chunk has.
     """
@@ -26,7 +26,7 @@ def tensor_forms(config: Config, cluster: Cluster) -> Iterator[dict[str, object]
         changed = dataclasses.replace(config, exchange=dataclasses.replace(config.exchange, **settings))
         return Step(changed, cluster).exchange_seconds(exchanged)
 
-    yield {"tensor_form": "o1", "tensor_chunks": 1}
+    yield {"tensor_form": "sharded", "tensor_chunks": 1}
     for form in _CHUNKED:
         best, best_s, chunks = 2, seconds(form, 2), 4
         while chunks <= _MOST_CHUNKS and exchanged / chunks >= _SMALLEST_BYTES:

@@ -36,6 +36,6 @@ def test_tensor_ranks_gather_what_was_exchanged_and_replicated_rows_travel_from_
     own = 2**20 * moe.top_k * moe.capacity_factor * config.model.hidden_size * 2
     rates = rates_of(config, "gpu", 8, 2, 64)
     gather_s, exchange_s = own * rates.gather.beta_s, own * 7 / 8 * rates.exchange.beta_s
-    assert dispatch_s("o1", 2) == pytest.approx(exchange_s + gather_s, rel=1e-3)
+    assert dispatch_s("sharded", 2) == pytest.approx(exchange_s + gather_s, rel=1e-3)
     assert dispatch_s("replicated", 2) == pytest.approx(2 * exchange_s + gather_s, rel=1e-3)
-    assert dispatch_s("o1", 1) < dispatch_s("o1", 2)
+    assert dispatch_s("sharded", 1) < dispatch_s("sharded", 2)

@@ -33,11 +33,11 @@ def walked(durations, chunks):
 def test_o2_and_o3_are_the_papers_formulas(stages, num_bytes, tensor, chunks):
     exchange, gather, copy = stage_seconds(num_bytes, tensor, EXPERTS, chunks, stages)
     together = gather + copy
-    o2 = exchange + chunks * together if exchange < together else chunks * exchange + together
-    assert form_seconds("o2", num_bytes, tensor, EXPERTS, chunks, stages) == pytest.approx(o2)
+    chunked = exchange + chunks * together if exchange < together else chunks * exchange + together
+    assert form_seconds("sharded_chunked", num_bytes, tensor, EXPERTS, chunks, stages) == pytest.approx(chunked)
     assert copy <= max(exchange, gather), "the paper's case"
-    o3 = exchange + chunks * gather + copy if exchange < gather else chunks * exchange + gather + copy
-    assert form_seconds("o3", num_bytes, tensor, EXPERTS, chunks, stages) == pytest.approx(o3)
+    overlapped = exchange + chunks * gather + copy if exchange < gather else chunks * exchange + gather + copy
+    assert form_seconds("sharded_overlapped", num_bytes, tensor, EXPERTS, chunks, stages) == pytest.approx(overlapped)
 
 
 @pytest.mark.parametrize(("stages", "num_bytes", "tensor", "chunks"), CASES)
@@ -45,16 +45,16 @@ def test_o2_and_o3_are_what_a_walk_through_the_stages_takes(stages, num_bytes, t
     slow_copies = stages._replace(copy=Linear(0, 1e-8).seconds)  # which the paper leaves out
     for each in (stages, slow_copies):
         exchange, gather, copy = stage_seconds(num_bytes, tensor, EXPERTS, chunks, each)
-        o2 = form_seconds("o2", num_bytes, tensor, EXPERTS, chunks, each)
-        o3 = form_seconds("o3", num_bytes, tensor, EXPERTS, chunks, each)
-        assert o2 == pytest.approx(walked([exchange, gather + copy], chunks))
-        assert o3 == pytest.approx(walked([exchange, gather, copy], chunks))
+        chunked = form_seconds("sharded_chunked", num_bytes, tensor, EXPERTS, chunks, each)
+        overlapped = form_seconds("sharded_overlapped", num_bytes, tensor, EXPERTS, chunks, each)
+        assert chunked == pytest.approx(walked([exchange, gather + copy], chunks))
+        assert overlapped == pytest.approx(walked([exchange, gather, copy], chunks))
 
 
 def test_o1_exchanges_a_part_of_what_all_ranks_would():
     only_bytes = LinkStages(lambda x: x, lambda x: 0.0, lambda x: 0.0)
     assert form_seconds("replicated", 800.0, 4, EXPERTS, 1, only_bytes) == 700
-    assert form_seconds("o1", 800.0, 4, EXPERTS, 1, only_bytes) == 175
+    assert form_seconds("sharded", 800.0, 4, EXPERTS, 1, only_bytes) == 175
 
 
 @pytest.mark.parametrize(("length", "cut"), [(256, False), (16384, True)])
@@ -66,10 +66,12 @@ def test_the_planner_takes_the_form_that_is_fastest(length, cut):
     draft = load_draft(None, [*model, *settings, "exchange.tensor_form=auto", "exchange.tensor_chunks=auto"])
     best = plan(draft, cluster).best
     exchange = best.config.exchange
-    for form, chunks in itertools.product(("replicated", "o1", "o2", "o3"), (2, 4, 8)):
+    for form, chunks in itertools.product(
+        ("replicated", "sharded", "sharded_chunked", "sharded_overlapped"), (2, 4, 8)
+    ):
         other = dataclasses.replace(exchange, tensor_form=form, tensor_chunks=chunks)
         assert best.estimate.step_s <= estimate(dataclasses.replace(best.config, exchange=other), cluster).step_s
-    assert (exchange.tensor_form in ("o2", "o3")) == cut
+    assert (exchange.tensor_form in ("sharded_chunked", "sharded_overlapped")) == cut
 
 
 def test_chunks_have_a_megabyte() -> None:
@@ -78,6 +80,6 @@ def test_chunks_have_a_megabyte() -> None:
     for length, most in ((8, 2), (32768, 64)):
         config = load_config(None, [*settings, "model.num_attention_heads=8", f"data.seq_len={length}"])
         found = {each["tensor_form"]: each["tensor_chunks"] for each in tensor_forms(config, find_cluster("h100x16"))}
-        assert list(found) == ["o1", "o2", "o3"]
-        assert 2 <= found["o2"] <= most
-    assert found["o2"] > 2
+        assert list(found) == ["sharded", "sharded_chunked", "sharded_overlapped"]
+        assert 2 <= found["sharded_chunked"] <= most
+    assert found["sharded_chunked"] > 2

@@ -95,18 +95,18 @@ def test_little_memory_makes_a_plan_recompute_or_cut_the_batch() -> None:
     assert tight.bottleneck.endswith(", memory")
 
 
-def test_what_fits_nowhere_is_told_in_one_line_with_a_cluster_where_it_would() -> None:
+def test_what_fits_nowhere_is_reported_in_one_line_with_a_cluster_where_it_would() -> None:
     with pytest.raises(PlanError, match=r"^nothing trains on h100x8 \(.*needs .* of 85\.0 GB.*\): .*h100x\d+") as error:
         plan(draft_of(layers=96, intermediate_size=16384), find_cluster("h100x8"))
     assert "\n" not in str(error.value)
 
 
-def test_what_fits_nowhere_is_told_with_a_cluster_of_whole_nodes() -> None:
+def test_what_fits_nowhere_is_reported_with_a_cluster_of_whole_nodes() -> None:
     with pytest.raises(PlanError, match=r"h100x\d+ has enough memory"):
         plan(draft_of(layers=96, intermediate_size=16384, batch_size=112), find_cluster("h100x7"))
 
 
-def test_what_would_fit_with_more_settings_open_is_told() -> None:
+def test_what_would_fit_with_more_settings_open_is_reported() -> None:
     closed = {"train.grad_accumulation", "schedule.remat", "mesh.pipeline", "mesh.tensor", "mesh.context"}
     with pytest.raises(PlanError, match=r": use train\.grad_accumulation=auto schedule\.remat=auto$"):
         plan(open_draft(config_of(layers=32, batch_size=4096), fixed=closed), H100S)
@@ -118,7 +118,7 @@ def test_impossible_numbers_are_refused_before_planning(settings: str) -> None:
         plan(load_draft(None, [settings, "mesh.expert=auto"]), H100S)
 
 
-def test_a_batch_that_cannot_be_cut_is_told_with_one_that_can() -> None:
+def test_a_batch_that_cannot_be_cut_is_reported_with_one_that_can() -> None:
     without_stages = dataclasses.replace(draft_of(batch_size=3), open=PLANNED - {"mesh.pipeline"})
     with pytest.raises(PlanError, match=r"train\.batch_size=3 .*use"):
         plan(without_stages, H100S)
@@ -149,13 +149,13 @@ def test_periods_of_blocks_that_differ_are_simulated_until_they_do_not(policy: s
     scheduled = [f"schedule.policy={policy}", "schedule.weight_grad=greedy", "schedule.grad_reduce=bucketed"]
     for degree, bucket_cap_mb in itertools.product((1, 4), (8, 32)):
         cut = [f"schedule.microbatches={degree}", f"schedule.bucket_cap_mb={bucket_cap_mb}"]
-        settings = [*mesh, *batch, *scheduled, *cut, "exchange.tensor_form=o2"]
+        settings = [*mesh, *batch, *scheduled, *cut, "exchange.tensor_form=sharded_chunked"]
         found = estimate(load_config("configs/models/arctic.yaml", settings), find_cluster("v5p-512"))
         assert found.step_s >= found.busy.compute
         assert found.busy.exposed >= 0
 
 
-def test_each_stage_of_zero_is_smaller_and_sends_what_it_says() -> None:
+def test_each_stage_of_zero_is_smaller_and_sends_what_it_states() -> None:
     """Sums go around once, and parameters after them; stage 2 sums each of four parts."""
     parts = ["train.grad_accumulation=4", "schedule.policy=unified", "schedule.grad_reduce=bucketed"]
     settings = ["mesh.data=2", "mesh.expert=8", "train.batch_size=64", *parts]
@@ -201,7 +201,7 @@ SMALL = [
         ("exchange.algorithm=ragged schedule.policy=auto schedule.microbatches=2", {"policy": "unified"}),
     ],
 )
-def test_only_what_says_auto_is_chosen(settings: str, found: dict[str, object]) -> None:
+def test_only_what_is_auto_is_chosen(settings: str, found: dict[str, object]) -> None:
     draft = load_draft(None, [*SMALL, "mesh.expert=8", *settings.split()])
     config = plan(draft, H100S).config
     for name in PLANNED - draft.open - {"mesh.data"}:
@@ -228,7 +228,7 @@ def test_a_mesh_is_chosen_around_its_fixed_axes() -> None:
         ("mesh.data=auto mesh.context=0", "mesh.context=0 is no mesh of 16 devices: use mesh.context=1"),
     ],
 )
-def test_no_mesh_of_these_devices_is_told_with_the_nearest_one(settings: str, cure: str) -> None:
+def test_no_mesh_of_these_devices_is_reported_with_the_nearest_one(settings: str, cure: str) -> None:
     with pytest.raises(PlanError, match=cure):
         plan(load_draft(None, [*SMALL, *settings.split()]), H100S)
 
@@ -247,7 +247,7 @@ def test_context_ranks_are_planned_around() -> None:
         plan(load_draft(None, [*long, "mesh.data=auto", "mesh.context=32"]), H100S)
 
 
-def test_hops_go_behind_exchanges_of_other_microbatches() -> None:
+def test_hops_go_after_exchanges_of_other_microbatches() -> None:
     """Where they want the same links. Hops take longer than products here, and as much of these as exchanges leave."""
     level = dataclasses.replace(H100S.levels[0], devices=16, bytes_per_s=1e9, ring=LinkCurve(0.0), all_to_all=None)
     slow = dataclasses.replace(H100S, levels=(level,))
@@ -334,7 +334,7 @@ def test_a_plan_orders_tasks_by_the_rates_of_its_cluster_where_none_are_given() 
     assert schedule.network_gb_per_s == pytest.approx(network.bytes_per_s * network.ring.efficiency / 1e9, rel=1e-3)
 
 
-def test_the_text_tells_all_of_it() -> None:
+def test_the_text_reports_all_of_it() -> None:
     plans = planned()
     lines = table(plans).splitlines()
     assert lines[0].split()[:3] == ["mesh", "step", "MFU"]

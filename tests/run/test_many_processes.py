@@ -77,7 +77,7 @@ def test_tensor_ranks_of_two_processes_train_like_those_of_one(tmp_path):
         "model.num_attention_heads=8",
         "model.moe.intermediate_size=16",
     ]
-    tensor += ["exchange.tensor_form=o1", "train.steps=4"]
+    tensor += ["exchange.tensor_form=sharded", "train.steps=4"]
     (tmp_path / "one").mkdir()
     train(config_in(tmp_path / "one", *SETTINGS, *tensor))
     with launched(tmp_path, 2, *tensor) as process:
@@ -85,7 +85,7 @@ def test_tensor_ranks_of_two_processes_train_like_those_of_one(tmp_path):
     assert_equal(losses_of(tmp_path), losses_of(tmp_path / "one"))
 
 
-def test_two_processes_whose_experts_move_are_stopped_by_sigterm_and_go_on_as_one(expected, tmp_path):
+def test_two_processes_whose_experts_move_are_stopped_by_sigterm_and_resume_as_one(expected, tmp_path):
     """Both decide the same, so that losses are those without migration. The launcher gets the signal, and one process
     resumes with the devices of both, and experts in their order.
     """

@@ -46,8 +46,9 @@ FACTORS: dict[str, dict[str, str]] = {
         "d2e2": "mesh.data=2 mesh.expert=2",
         "e4": "mesh.data=1 mesh.expert=4",
         "e2t2": "mesh.data=1 mesh.expert=2 mesh.tensor=2",
-        "e2t2_o2": "mesh.data=1 mesh.expert=2 mesh.tensor=2 exchange.tensor_form=o2 exchange.tensor_chunks=3",
-        "e2t2_o3": "mesh.data=1 mesh.expert=2 mesh.tensor=2 exchange.tensor_form=o3",
+        "e2t2_chunked": "mesh.data=1 mesh.expert=2 mesh.tensor=2 "
+        "exchange.tensor_form=sharded_chunked exchange.tensor_chunks=3",
+        "e2t2_overlapped": "mesh.data=1 mesh.expert=2 mesh.tensor=2 exchange.tensor_form=sharded_overlapped",
         "e2t2_replicated": "mesh.data=1 mesh.expert=2 mesh.tensor=2 exchange.tensor_form=replicated",
         "e2t2_whole": "mesh.data=1 mesh.expert=2 mesh.tensor=2 mesh.experts_over_tensor=true",
         "c2e2": "mesh.data=1 mesh.context=2 mesh.expert=2",
@@ -127,7 +128,7 @@ FACTORS: dict[str, dict[str, str]] = {
 NODES = ("hier_1d", "hier_2d", "halo")
 FOUR_RANKS = ("e4", "c2e2_shared", "e2t2_whole")
 ONE_RANK = "c2t2"
-WITH_TENSOR = ("e2t2", "e2t2_o2", "e2t2_o3", "e2t2_replicated", "c2t2")
+WITH_TENSOR = ("e2t2", "e2t2_chunked", "e2t2_overlapped", "e2t2_replicated", "c2t2")
 WHOLE_BATCH = ("by_score", "expert_choice", "softmoe")  # gates that compare all tokens of a device
 FILLING = ("expert_choice", "softmoe")
 UNCUT_BATCH = ("whole", "slots2", "slots2b3", "unified1", "unified1x2")

@@ -131,9 +131,10 @@ class ExchangeConfig(HashedOnce):
     # ranks of the expert axis that are joined by fast links; null: detected from the devices
     ranks_per_node: int | None = number(None, CLUSTER)
     # sharing of an exchange by tensor ranks, see docs/exchange.md: each sends all rows (replicated), only its own rows
-    # (o1), its own rows in chunks whose gathers overlap with the next exchange (o2), or also their copies (o3)
-    tensor_form: Literal["replicated", "o1", "o2", "o3"] = "o1"
-    tensor_chunks: int = number(2, Range(1, PARTS))  # chunks of o2 and o3
+    # (sharded), its own rows in chunks whose gathers overlap with the next exchange (sharded_chunked), or also their
+    # copies (sharded_overlapped)
+    tensor_form: Literal["replicated", "sharded", "sharded_chunked", "sharded_overlapped"] = "sharded"
+    tensor_chunks: int = number(2, Range(1, PARTS))  # chunks of the last two forms
     # attention over context ranks, see docs/context.md: keys and values go around a ring while attention is computed
     # with those already received, or all are gathered first
     context_form: Literal["ring", "all_gather"] = "ring"

@@ -70,10 +70,10 @@ def check_expert_split(config: Sections, sizes: Mapping[str, int]) -> None:
     num_experts, others = config.model.moe.num_experts, [axis for axis in config.mesh.expert_axes if axis != "expert"]
     for axis in others:
         _check_shared(axis, num_experts, sizes[axis])
-    if config.mesh.experts_over_tensor and config.exchange.tensor_form != "o1":
+    if config.mesh.experts_over_tensor and config.exchange.tensor_form != "sharded":
         raise ConfigError(
             f"exchange.tensor_form={config.exchange.tensor_form} is how tensor ranks share each expert, and with "
-            "mesh.experts_over_tensor=true they share none: use exchange.tensor_form=o1"
+            "mesh.experts_over_tensor=true they share none: use exchange.tensor_form=sharded"
         )
     if min(sizes[axis] for axis in config.mesh.expert_axes) == -1:
         return
