@@ -7,7 +7,7 @@ KERNELS = ("blocks", "ragged", "pallas", "hopper", "blackwell", "megablox", "tok
 _JOINED = "+"
 
 
-class Passes(NamedTuple):
+class PassKernels(NamedTuple):
     """The kernel of each pass of a grouped product."""
 
     forward: str
@@ -20,10 +20,10 @@ class Passes(NamedTuple):
         return self.forward if len(set(self)) == 1 else _JOINED.join(self)
 
 
-def passes_of(name: str) -> Passes | None:
+def passes_of(name: str) -> PassKernels | None:
     """The kernels that a name stands for: one for all passes, or three joined by `+`. None for another name."""
     kernels = name.split(_JOINED)
     if len(kernels) == 1:
         kernels *= 3
     known = len(kernels) == 3 and all(kernel in KERNELS for kernel in kernels)
-    return Passes(*kernels) if known else None
+    return PassKernels(*kernels) if known else None

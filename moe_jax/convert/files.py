@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from moe_jax.convert.hf_config import ConvertError, read_json
 from moe_jax.convert.quantized import FLOATS, Dequantized, Quantization, TensorSpec
 from moe_jax.convert.stored import StoredTensor, are_equal, open_tensors
-from moe_jax.convert.tensors import Readable
+from moe_jax.convert.tensors import ReadableTensor
 from moe_jax.files.untrusted import check_regular
 
 SUFFIX = ".safetensors"
@@ -110,7 +110,7 @@ class Weights:
                     "settings: use the files that belong together"
                 )
 
-    def __getitem__(self, name: str) -> Readable:
+    def __getitem__(self, name: str) -> ReadableTensor:
         """Return a tensor, which is read from disk when it is sliced."""
         if self._quantization is not None and (parts := self._quantization.parts(name, self._tensors)):
             codes, scales = (self._tensors[part] for part in parts)

@@ -16,7 +16,7 @@ Sizes = Mapping[str, int]  # the sizes of our dimensions
 Index = Mapping[str, range]  # a part of one of our arrays, as a range of each dimension
 
 
-class Readable(Protocol):
+class ReadableTensor(Protocol):
     """A tensor on disk."""
 
     def __getitem__(self, index: tuple[slice, ...], /) -> NDArray[Any]: ...
@@ -65,7 +65,9 @@ class Tensor:
         sizes = self._sizes(ours)
         return tuple(math.prod(sizes[dim] for dim in axis) for axis in self._axes())
 
-    def copy_in(self, tensor: Readable, out: NDArray[Any], dims: Sequence[str], index: Index, ours: Sizes) -> None:
+    def copy_in(
+        self, tensor: ReadableTensor, out: NDArray[Any], dims: Sequence[str], index: Index, ours: Sizes
+    ) -> None:
         """Fill `out`, the part at `index` of our array [dims]. It is repeated along dimensions that the tensor lacks.
 
         Along the first dimension of each axis only the required range is read, along the others everything.

@@ -127,7 +127,7 @@ def _generation_tag(marks: Marks) -> type:
     return Generation
 
 
-Span = tuple[int, int]  # characters [begin, end)
+CharSpan = tuple[int, int]  # characters [begin, end)
 
 MARKS = "\ufdd0", "\ufdd1"  # around an answer: code points that Unicode reserves for programs
 
@@ -136,7 +136,7 @@ class Conversation(NamedTuple):
     """A conversation as text."""
 
     text: str
-    answers: list[Span]  # what the assistant says, in order
+    answers: list[CharSpan]  # what the assistant says, in order
 
 
 def rendered(template: ChatTemplate, messages: Sequence[Message]) -> Conversation:

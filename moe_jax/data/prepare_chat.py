@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from moe_jax.data.chat_template import FILE as TEMPLATE_FILE
-from moe_jax.data.chat_template import MARKS, ChatTemplate, Span, rendered
+from moe_jax.data.chat_template import MARKS, CharSpan, ChatTemplate, rendered
 from moe_jax.data.chunk_checksums import CHUNK_BYTES, write_checksums
 from moe_jax.data.text_files import find_files, has_records, read_records
 from moe_jax.data.token_marks import FIRST, PADDING, UNCOUNTED
@@ -234,7 +234,7 @@ def _marked(ids: NDArray[np.int64], is_counted: NDArray[np.bool_]) -> NDArray[np
     return tokens
 
 
-def _inside(starts: NDArray[np.int64], spans: list[Span]) -> NDArray[np.bool_]:
+def _inside(starts: NDArray[np.int64], spans: list[CharSpan]) -> NDArray[np.bool_]:
     """Which tokens begin inside of a span of characters."""
     inside = np.zeros(len(starts), bool)
     for begin, end in spans:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from moe_jax.config import DataConfig
 from moe_jax.data.chunk_checksums import ChunkChecksums
-from moe_jax.data.text_index import TextSettings, TextTokens, open_text
+from moe_jax.data.text_index import IndexSettings, TextTokens, open_text
 from moe_jax.data.tokenizer import ByteTokenizer, Tokenizer, load_model_tokenizer, load_tokenizer, model_tokenizer_file
 from moe_jax.data.tokens import (
     BPE_FILE,
@@ -150,10 +150,10 @@ def _check_packed(data: DataConfig, meta: Meta, folder: str) -> None:
         )
 
 
-def _text_settings(number: int, data: DataConfig) -> TextSettings:
+def _text_settings(number: int, data: DataConfig) -> IndexSettings:
     """The settings on which the tokens of a text file depend. Raises DataError."""
     file = tokenizer_file(data, number)
-    return TextSettings(
+    return IndexSettings(
         text_key=data.text_key,
         validation_fraction=data.validation_fraction,
         tokenizer=source_tokenizer(data, number),

@@ -81,7 +81,7 @@ _FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextSettings:
+class IndexSettings:
     """The settings on which the tokens of a text file depend."""
 
     text_key: str
@@ -104,7 +104,7 @@ class _Index(NamedTuple):
     cut: int  # characters for training of the document that is in both splits; 0: none is
 
 
-def open_text(file: Path, settings: TextSettings) -> tuple[TextTokens, TextTokens, Meta]:
+def open_text(file: Path, settings: IndexSettings) -> tuple[TextTokens, TextTokens, Meta]:
     """Return the tokens to train and to validate on, and what describes them, as of a prepared folder.
 
     The first time, all documents are encoded to count their tokens, which takes as long as to prepare a folder. Raises
@@ -143,7 +143,7 @@ def open_text(file: Path, settings: TextSettings) -> tuple[TextTokens, TextToken
     )
 
 
-def _path_of(file: Path, settings: TextSettings) -> Path:
+def _path_of(file: Path, settings: IndexSettings) -> Path:
     """The path of the index of a text with these settings."""
     facts, tokenizer = file.stat(), settings.tokenizer
     key = [_FORMAT, facts.st_size, facts.st_mtime_ns, settings.text_key, settings.validation_fraction]
@@ -177,7 +177,7 @@ def _save(path: Path, index: _Index, file: Path) -> None:
         ) from None
 
 
-def _count(documents: Documents, settings: TextSettings) -> _Index:
+def _count(documents: Documents, settings: IndexSettings) -> _Index:
     """Encode all documents, and return the index. The splits are those of `prepare_text`. Raises DataError."""
     characters = sum(len(text) for _, text in documents)
     num_train = characters - int(characters * settings.validation_fraction)

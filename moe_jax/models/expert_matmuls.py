@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moe_jax.config import MoEConfig
-from moe_jax.models.layers import Product
+from moe_jax.models.layers import MatrixProduct
 
 _LARGEST = {jnp.float8_e4m3fn: 2.0**8, jnp.float8_e5m2: 2.0**15}  # powers of 2; 1.5 times these is in range, too
 _SMALLEST_SCALE = 2.0**-100  # for rows of 0
@@ -53,13 +53,13 @@ def quantize(x: Float[Array, "..."], to: Any, axes: int | tuple[int, ...]) -> Qu
     return Quantized(numbers, scale.astype(x.dtype))
 
 
-def with_fp8_operands(product: Product) -> Product:
+def with_fp8_operands(product: MatrixProduct) -> MatrixProduct:
     """Return the product with rounded operands. Gradients pass straight through the rounding."""
     return product._replace(multiply=partial(_multiply, product._replace(groups=())))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply(product: Product, x: jax.Array, w: jax.Array, *groups: jax.Array) -> jax.Array:
+def _multiply(product: MatrixProduct, x: jax.Array, w: jax.Array, *groups: jax.Array) -> jax.Array:
     return _scaled(product, _row(x), _matrix(w, x), groups)
 
 
@@ -71,18 +71,18 @@ def _matrix(w: jax.Array, like: jax.Array) -> Quantized:
     return quantize(w.astype(like.dtype), jnp.float8_e4m3fn, (-2, -1))
 
 
-def _scaled(product: Product, x: Quantized, w: Quantized, groups: tuple[jax.Array, ...]) -> jax.Array:
+def _scaled(product: MatrixProduct, x: Quantized, w: Quantized, groups: tuple[jax.Array, ...]) -> jax.Array:
     y = product.multiply(x.wide(), w.wide(), *groups)
     return y * x.scale * product.of_rows(w.scale[..., 0], *groups)
 
 
-def _forward(product: Product, x: jax.Array, w: jax.Array, *groups: jax.Array) -> tuple[jax.Array, Any]:
+def _forward(product: MatrixProduct, x: jax.Array, w: jax.Array, *groups: jax.Array) -> tuple[jax.Array, Any]:
     row = _row(x)
     # saves w, which exists anyway, and not its 8-bit numbers, which would be stored for all blocks
     return _scaled(product, row, _matrix(w, x), groups), (row, w, groups)
 
 
-def _backward(product: Product, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
+def _backward(product: MatrixProduct, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
     row, w, groups = saved
     d_row, matrix = quantize(dy, jnp.float8_e5m2, -1), _matrix(w, dy)
     dx = _scaled(product, d_row, Quantized(*(jnp.swapaxes(part, -2, -1) for part in matrix)), groups)
@@ -95,6 +95,6 @@ _multiply.defvjp(_forward, _backward)
 _FORMS = {"compute_dtype": lambda product: product, "fp8": with_fp8_operands}
 
 
-def expert_product(product: Product, moe: MoEConfig) -> Product:
+def expert_product(product: MatrixProduct, moe: MoEConfig) -> MatrixProduct:
     """Return the product in the precision that a config asks for."""
     return _FORMS[moe.expert_matmuls](product)

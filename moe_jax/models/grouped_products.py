@@ -21,7 +21,7 @@ from moe_jax.models.grouped_kernel import MIN_WIDTH, pallas, pallas_dgrad, palla
 from moe_jax.models.grouped_matmul import blocks, blocks_dgrad, blocks_wgrad, group_of_tiles, ragged, ragged_dgrad
 from moe_jax.models.grouped_megablox import megablox, megablox_dgrad, megablox_wgrad
 from moe_jax.models.grouped_tokamax import tokamax, tokamax_dgrad, tokamax_wgrad
-from moe_jax.models.layers import Product
+from moe_jax.models.layers import MatrixProduct
 
 Pass = Callable[[jax.Array, jax.Array, jax.Array, int], jax.Array]  # two operands, size_L, tile → result
 
@@ -57,7 +57,7 @@ class GroupedProduct(NamedTuple):
         share = max(rows // groups, 1)
         return min(max(1 << (share.bit_length() - 1), self.min_tile), self.max_tile)
 
-    def of(self, size_L: Int[Array, " L"], rows: int, tile: int) -> Product:
+    def of(self, size_L: Int[Array, " L"], rows: int, tile: int) -> MatrixProduct:
         """Return the product as experts call it, for buffers of `rows` rows.
 
         A scope gives the share of them that balanced routing fills, for estimates from compiled programs.
@@ -77,7 +77,7 @@ class GroupedProduct(NamedTuple):
             assert self.wgrad is not None, "checked by product_of"
             return _named(_WEIGHTS, self.wgrad, x, dy, size_L, tile)
 
-        return Product(multiply, of_rows, weight_gradient, (size_L,))
+        return MatrixProduct(multiply, of_rows, weight_gradient, (size_L,))
 
 
 # Scopes by which `measure/costs.py` recognises custom calls as matrix products.

@@ -34,7 +34,7 @@ def wide_matmul(x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.matmul(x, w.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
 
 
-class Product(NamedTuple):
+class MatrixProduct(NamedTuple):
     """How rows are multiplied by the matrices that they belong to, in the precision of the rows.
 
     The functions capture no arrays, and take `groups` after their other arguments.
@@ -46,10 +46,10 @@ class Product(NamedTuple):
     groups: tuple[jax.Array, ...] = ()  # which rows belong to which matrix, where shapes do not determine it
 
 
-ONE = Product(matmul, lambda vector: vector, lambda x, dy: x.T @ dy)  # one matrix for all rows
+ONE = MatrixProduct(matmul, lambda vector: vector, lambda x, dy: x.T @ dy)  # one matrix for all rows
 
 
-def mlp(params: Mapping[str, jax.Array], x: jax.Array, product: Product = ONE) -> jax.Array:
+def mlp(params: Mapping[str, jax.Array], x: jax.Array, product: MatrixProduct = ONE) -> jax.Array:
     """Apply SwiGLU if there is a gate matrix (clipped for `clipped_gate`), otherwise GELU.
 
     With a token gate the result is multiplied by its sigmoid. Given a shard of the hidden width, the result is that
@@ -91,4 +91,4 @@ def _batched_gradient(x_LRD: jax.Array, dy_LRF: jax.Array) -> jax.Array:
 
 
 # each of L matrices for its own R rows
-EACH = Product(_batched, lambda vector_LF: vector_LF[:, None], _batched_gradient)
+EACH = MatrixProduct(_batched, lambda vector_LF: vector_LF[:, None], _batched_gradient)

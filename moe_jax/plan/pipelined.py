@@ -27,7 +27,7 @@ from moe_jax.plan.stage_parameters import stage_parameters_of, stage_sums
 from moe_jax.plan.step_times import Step
 from moe_jax.plan.work import ITEM_BYTES
 from moe_jax.schedule.link_order import Priority, finish_times_s
-from moe_jax.schedule.pipelines.outline import Passes, outline_of, tick_slots
+from moe_jax.schedule.pipelines.outline import StagePasses, outline_of, tick_slots
 from moe_jax.schedule.shape import StepShape
 
 
@@ -115,7 +115,7 @@ class PipelinedStep:
         seconds = [self._slot_s(*self._groups(stage, passes), send_s) for stage, passes in self._slots.slots]
         return np.array(seconds)[self._slots.index_TS]
 
-    def _groups(self, stage: int, passes: Passes) -> Iterator[int | None]:
+    def _groups(self, stage: int, passes: StagePasses) -> Iterator[int | None]:
         """The groups of a slot's passes, or the first ones that are like them."""
         return (None if chunk is None else self.stages.alike[self.stages.group(stage, chunk)] for chunk in passes)
 

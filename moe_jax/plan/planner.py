@@ -97,8 +97,8 @@ def _plan(draft: Draft, cluster: Cluster, memory_factor: float) -> Plans:
     for each in on_meshes(search.draft, cluster):
         if isinstance(each, Refused):
             refused.append(each)
-        elif misfit := too_large(search, each):
-            refused.append(misfit)
+        elif infeasible := too_large(search, each):
+            refused.append(infeasible)
             large.append(each)
         else:
             possible.append(each)

@@ -11,13 +11,13 @@ from moe_jax.measure.tasks import Match, action_of
 from moe_jax.report.compiled import Compiled, Outcome
 from moe_jax.schedule.actions import Action
 
-Row = tuple[str, ...]
+TextRow = tuple[str, ...]
 
 
 def describe(compiled: Compiled) -> str:
     """Return the description of one variant."""
     outcome, result = compiled.outcome, compiled.replay
-    facts: list[Row] = [
+    facts: list[TextRow] = [
         ("memory per device", f"{_gb(outcome.argument_bytes)} arguments, {_gb(outcome.temporary_bytes)} temporaries"),
         ("compiled", f"in {outcome.compile_s:.0f} s, {', '.join(f'{k} {v}' for k, v in outcome.versions.items())}"),
         *_program_facts(outcome),
@@ -40,7 +40,7 @@ def describe(compiled: Compiled) -> str:
 
 def compare(variants: Sequence[Compiled]) -> str:
     """Return a table with a line per variant; ratios are relative to the first one's step."""
-    rows: list[Row] = [
+    rows: list[TextRow] = [
         ("variant", "step, ms", "ratio", "compute", "communication", "exposed", "temporaries", "compiled")
     ]
     for each in variants:
@@ -78,7 +78,7 @@ def assumptions(target: Target) -> str:
     )
 
 
-def columns(rows: Sequence[Row]) -> str:
+def columns(rows: Sequence[TextRow]) -> str:
     """Return rows as aligned columns: the first one to the left, the others to the right."""
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows)))]
     last = len(widths) - 1
@@ -91,16 +91,16 @@ def columns(rows: Sequence[Row]) -> str:
     return "\n".join("  ".join(cell(text, i) for i, text in enumerate(row)).rstrip() for row in rows)
 
 
-def _program_facts(outcome: Outcome) -> Iterator[Row]:
+def _program_facts(outcome: Outcome) -> Iterator[TextRow]:
     if outcome.fingerprint:
         yield "program", f"{outcome.fingerprint}, {STEP_PROGRAM!r} in provenance.json of a run that trains it"
     if outcome.untimed_product:
         yield "assumed", f"train.grouped_product={outcome.untimed_product}: with auto a run takes the fastest"
 
 
-def _collective_rows(result: Replay) -> Iterator[Row]:
+def _collective_rows(result: Replay) -> Iterator[TextRow]:
     yield ("task", "collective", "", "number", "MB", "ms", "exposed", "inside: products", "compute ms")
-    groups: dict[Row, list[Collective]] = defaultdict(list)
+    groups: dict[TextRow, list[Collective]] = defaultdict(list)
     for task in result.collectives:
         action = action_of(task.op_name)
         label = str(action) if action else _scope(task.op_name)
@@ -117,7 +117,7 @@ def _collective_rows(result: Replay) -> Iterator[Row]:
         )
 
 
-def _schedule_facts(found: Match) -> Iterator[Row]:
+def _schedule_facts(found: Match) -> Iterator[TextRow]:
     yield "schedule", f"{len(found.instructions)} of {found.num_tasks} tasks left instructions"
     yield "not issued", _listing(found.missing)
     yield "merged", _listing(["+".join(map(str, actions)) for actions in found.merged])

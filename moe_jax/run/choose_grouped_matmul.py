@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jax.stages import Compiled
 
 from moe_jax.config import Config
-from moe_jax.config.grouped_products import AUTO, Passes
+from moe_jax.config.grouped_products import AUTO, PassKernels
 from moe_jax.distributed.processes import from_process, is_main_process
 from moe_jax.measure.interleaved_timing import Call, InterleavedTimes, time_interleaved
 from moe_jax.models.grouped_matmul import blocks, blocks_dgrad, blocks_wgrad
@@ -32,7 +32,7 @@ from moe_jax.run.timing_cache import TimingCache
 from moe_jax.telemetry.run_log import human_seconds
 
 _TIMED = ("gpu", "tpu")  # platforms; on others the fastest product is known
-_PASSES = Passes._fields
+_PASSES = PassKernels._fields
 _CACHE = TimingCache("grouped_products.json", "grouped products")
 Products = Mapping[str, GroupedProduct]
 
@@ -100,7 +100,7 @@ def fastest_of(seconds: Mapping[str, float], shape: MatmulShape, products: Produ
 
     Passes are put together from products with the same tile for this shape.
     """
-    best: list[tuple[float, Passes]] = []
+    best: list[tuple[float, PassKernels]] = []
     by_tile: dict[int, list[str]] = defaultdict(list)
     for name, product in products.items():
         by_tile[product.tile(shape.rows, shape.groups)].append(name)
@@ -109,7 +109,7 @@ def fastest_of(seconds: Mapping[str, float], shape: MatmulShape, products: Produ
             {name: seconds[_label(each, name)] for name in names if _label(each, name) in seconds} for each in _PASSES
         ]
         if all(timed):
-            kernels = Passes(*(min(times, key=times.__getitem__) for times in timed))
+            kernels = PassKernels(*(min(times, key=times.__getitem__) for times in timed))
             best.append((sum(min(times.values()) for times in timed), kernels))
     return min(best)[1].name if best else None
 

@@ -51,7 +51,7 @@ def load_on_one_device(config: Config, run: Path, average: bool, step: int | Non
 
 
 @dataclass
-class Row:
+class SequenceRow:
     """A prompt and the tokens after it."""
 
     tokens: list[int]
@@ -89,7 +89,7 @@ class Decoder:
         self._settings: dict[str, Any] = {"model": config.model, "compute": compute, "sampling": sampling}
         self._programs: dict[Any, Callable[..., Any]] = {}
 
-    def prefill(self, rows: Sequence[Row], slots: int, seed: int) -> DecodeState:
+    def prefill(self, rows: Sequence[SequenceRow], slots: int, seed: int) -> DecodeState:
         """Process the windows of all rows, and draw one token for each. The cache has `slots` slots."""
         windows = [row.window if row.ended is None else row.window[-1:] for row in rows]
         prompts = np.zeros((len(rows), shape_above(max(map(len, windows)))), np.int32)
@@ -129,7 +129,7 @@ class Generation:
     """The text of some prompts, which each call of `advance` extends."""
 
     decoder: Decoder
-    rows: list[Row]
+    rows: list[SequenceRow]
     count: int  # tokens after each prompt, at most
     seed: int
     ends: Collection[int] = ()  # tokens that end a text, and do not belong to it
@@ -148,7 +148,7 @@ class Generation:
         ends: Collection[int] = (),
     ) -> "Generation":
         """Return a generation that has not begun. `first` is the number of the first prompt."""
-        rows = [Row(list(prompt), len(prompt), number) for number, prompt in enumerate(prompts, first)]
+        rows = [SequenceRow(list(prompt), len(prompt), number) for number, prompt in enumerate(prompts, first)]
         return cls(decoder, rows, count, seed, ends)
 
     @property
@@ -178,7 +178,7 @@ class Generation:
     def _slots(self) -> int:
         return shape_above(min(self.decoder.context, max(row.known for row in self.rows) + self.count))
 
-    def _append(self, row: Row, drawn: list[int]) -> None:
+    def _append(self, row: SequenceRow, drawn: list[int]) -> None:
         for token in drawn:
             if row.ended is not None or len(row.window) >= self.decoder.context:
                 return  # what follows a full window was drawn without a slot

@@ -22,7 +22,7 @@ from moe_jax.run.sample import check_prompt
 from moe_jax.run.text_generation import TextGenerator, TextSettings
 
 
-class Span(NamedTuple):
+class ScoredSpan(NamedTuple):
     """The last tokens of a sequence, which are predicted from those before them."""
 
     tokens: Sequence[int]  # at least one more than those predicted
@@ -36,7 +36,7 @@ class Score(NamedTuple):
     is_greedy: bool  # whether each token is the likeliest one
 
 
-def spans_of(tokens: Sequence[int], first: int, context: int) -> Iterator[Span]:
+def spans_of(tokens: Sequence[int], first: int, context: int) -> Iterator[ScoredSpan]:
     """Yield spans that predict each token of a text once, with as many tokens before it as `context` allows.
 
     `first` is the token before the text. All spans but the last one are as long as the context, and predict all of its
@@ -45,10 +45,10 @@ def spans_of(tokens: Sequence[int], first: int, context: int) -> Iterator[Span]:
     whole = [first, *tokens]
     for begin in range(0, len(tokens), context):
         end = min(begin + context, len(tokens))
-        yield Span(whole[max(0, end - context) : end + 1], end - begin)
+        yield ScoredSpan(whole[max(0, end - context) : end + 1], end - begin)
 
 
-def scores(decoder: Decoder, spans: Sequence[Span], batch_size: int) -> list[Score]:
+def scores(decoder: Decoder, spans: Sequence[ScoredSpan], batch_size: int) -> list[Score]:
     """Return the score of each span, in order.
 
     Batches have `batch_size` sequences, of which the last one may be repeated, so that few programs are compiled.
@@ -66,7 +66,7 @@ def scores(decoder: Decoder, spans: Sequence[Span], batch_size: int) -> list[Sco
     return [found[number] for number in range(len(spans))]
 
 
-def _score_batch(decoder: Decoder, spans: Sequence[Span], length: int, batch_size: int) -> Iterator[Score]:
+def _score_batch(decoder: Decoder, spans: Sequence[ScoredSpan], length: int, batch_size: int) -> Iterator[Score]:
     inputs, targets = (np.zeros((batch_size, length), np.int32) for _ in range(2))
     filled = [*spans, *[spans[-1]] * (batch_size - len(spans))]
     for own_inputs, own_targets, (tokens, _) in zip(inputs, targets, filled, strict=True):
@@ -178,7 +178,7 @@ class HarnessModel:
     def _context(self, text: str) -> list[int]:
         return [*self._tokenizer.begin_of_text, *self._encode(text)] or [self._first_token]
 
-    def _continuation(self, context: str, continuation: str) -> Span:
+    def _continuation(self, context: str, continuation: str) -> ScoredSpan:
         """The tokens of both. Spaces at the end of a context belong to the continuation, as tokenizers expect."""
         spaces = len(context) - len(context.rstrip())
         if spaces:
@@ -191,7 +191,7 @@ class HarnessModel:
                 f"a continuation of {len(after)} tokens is longer than data.seq_len={most}: set "
                 f"data.seq_len={len(after)}"
             )
-        return Span([*before, *after][-(most + 1) :], len(after))
+        return ScoredSpan([*before, *after][-(most + 1) :], len(after))
 
     def _ending(self, options: Mapping[str, Any]) -> _Ending:
         if unknown := options.keys() - _OPTIONS:

@@ -77,7 +77,7 @@ _STREAMS = {stream: place for place, stream in enumerate(Stream)}
 _COMPUTE = _STREAMS[Stream.COMPUTE]
 
 
-class Span(NamedTuple):
+class TimeSpan(NamedTuple):
     """The start and end of a task."""
 
     start_s: float
@@ -96,7 +96,7 @@ def simulate_streams(
     stream_of: StreamOf,
     rank_of: Callable[[Action], int] = in_list_order,
     slowdown: float = 1.0,
-) -> dict[Action, Span]:
+) -> dict[Action, TimeSpan]:
     """Simulate all tasks, one at a time per stream. Returns the span of each task, sorted by start.
 
     Tasks of one stream and rank start in list order. A stream that is free takes the ready task of the lowest rank.
@@ -117,7 +117,7 @@ def simulate_numbered(
     streams: Sequence[Stream],
     ranks: Sequence[int],
     slowdown: float = 1.0,
-) -> dict[int, Span]:
+) -> dict[int, TimeSpan]:
     """`simulate_streams` of tasks by number: `seconds`, `streams` and `ranks` have an entry for each task."""
     lanes: dict[tuple[int, Stream], deque[int]] = defaultdict(deque)
     for task in order:
@@ -162,7 +162,7 @@ def simulate_numbered(
         waits = stuck[0]
         missing = min(tasks.tasks[need] for need in tasks.needs[waits] if need not in ended_s)
         raise ScheduleError(f"{tasks.tasks[waits]} waits for {missing}, which never runs: check the order")
-    return {task: Span(started_s, ended_s[task]) for task, started_s in start_s.items()}
+    return {task: TimeSpan(started_s, ended_s[task]) for task, started_s in start_s.items()}
 
 
 def makespan_s(

@@ -76,7 +76,7 @@ def chosen(config: Config, timing: Timing) -> str:
 
 @pytest.mark.usefixtures("timed")
 @pytest.mark.parametrize("fastest", ON_GPU)
-def test_the_fastest_is_taken_and_told(fastest: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_fastest_is_taken_and_reported(fastest: str, capsys: pytest.CaptureFixture[str]) -> None:
     timing = Timing(SECONDS | of_each_pass(**{fastest: 0.0001}))
     config = config_of()
     assert chosen(config, timing) == fastest
@@ -122,7 +122,7 @@ def test_a_damaged_cache_is_timed_again_and_replaced(cache: Path, capsys: pytest
 
 
 @pytest.mark.usefixtures("timed")
-def test_what_does_not_work_is_left_out_and_told_in_the_same_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_work_is_left_out_and_reported_in_the_same_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert chosen(config_of(), Timing(of_each_pass(blocks=0.003), {"dgrad pallas": "ValueError: no"})) == "blocks"
     assert capsys.readouterr().out.splitlines() == [
         "train.grouped_product=blocks",

@@ -10,7 +10,7 @@ from moe_jax.schedule.build import make_schedule, make_shape
 from moe_jax.schedule.dependencies import task_graph
 from moe_jax.schedule.pipelines.tick import SIDES, coscheduled_tick, needs_inside, side_of
 from moe_jax.schedule.shape import WEIGHT_GRADS, StepShape
-from moe_jax.schedule.simulation import Span, simulate_streams
+from moe_jax.schedule.simulation import TimeSpan, simulate_streams
 from tests.schedule.steps import MIXED, POLICIES, random_costs
 
 EXCHANGES = ("dispatch", "combine")
@@ -26,7 +26,7 @@ def drawn(seed: int, policy: str, degree: int) -> tuple[StepShape, Seconds]:
     return shape, random_costs(seed, shape).of(shape)
 
 
-def spans_of(order: list[Action], shape: StepShape, seconds: Seconds) -> dict[Action, Span]:
+def spans_of(order: list[Action], shape: StepShape, seconds: Seconds) -> dict[Action, TimeSpan]:
     return simulate_streams(order, needs_inside(order, shape), seconds, three_streams)
 
 
@@ -74,7 +74,7 @@ def test_never_slower_than_one_side_after_the_other(policy, degree):
 
 
 @pytest.mark.parametrize("kinds", [kinds for kinds in STACKS if "moe" in kinds])
-def test_every_forward_exchange_runs_beside_backward_compute(kinds):
+def test_every_forward_exchange_runs_concurrently_with_backward_compute(kinds):
     """If no exchange is longer than the shortest compute task. Backward has more to compute, so its last exchanges may
     be left alone: at most those of the lowest block."""
     for seed in SEEDS:
@@ -98,7 +98,7 @@ def test_every_forward_exchange_runs_beside_backward_compute(kinds):
             assert concurrent or (exchange.direction == "B" and exchange.block == kinds.index("moe")), str(exchange)
 
 
-def _overlap(one: Span, other: Span) -> bool:
+def _overlap(one: TimeSpan, other: TimeSpan) -> bool:
     return one.start_s < other.end_s and other.start_s < one.end_s
 
 

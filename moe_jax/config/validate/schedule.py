@@ -46,7 +46,7 @@ def check_schedule(config: Sections) -> None:
 
 
 def _check_tasks(config: Sections) -> None:
-    """Raise ConfigError for too many tasks: each one is an object that is ordered, timed and emitted separately."""
+    """Raise ConfigError for too many tasks: each one is an object that is ordered, timed and built separately."""
     layers, settings = config.model.num_layers, config.schedule
     tasks = layers * settings.microbatches * settings.expert_chunks
     if tasks > layers and tasks > _MOST_TASKS:

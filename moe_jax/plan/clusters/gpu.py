@@ -19,7 +19,7 @@ _VARIATION = 0.01
 _TILES = (Tile(128, 256, 1.0), Tile(128, 128, 0.9), Tile(64, 128, 0.7), Tile(64, 64, 0.45))
 
 
-class _Chip(NamedTuple):
+class _GpuChip(NamedTuple):
     """What GPUs of a generation have in common. Multiprocessors and shares are from data sheets."""
 
     multiprocessors: int
@@ -28,19 +28,19 @@ class _Chip(NamedTuple):
     matrix_efficiency: float = 0.75
 
 
-_VOLTA = _Chip(80, 64, RateShares(15.7 / 125, 15.7 / 125), 0.7)
-_TURING = _Chip(68, 64, RateShares(0.25, 0.25), 0.7)
-_GA100 = _Chip(108, 128, RateShares(0.5, 19.5 / 312), 0.8)
-_GA102 = _Chip(82, 64, RateShares(0.5, 0.5), 0.7)
-_HOPPER = _Chip(132, 192, RateShares(0.5, 67 / 989, 2.0))
-_BLACKWELL = _Chip(148, 384, RateShares(0.5, 75 / 2250, 2.0))
-_CDNA2 = _Chip(110, 128, RateShares(0.25, 0.25), 0.6)
-_CDNA3 = _Chip(304, 192, RateShares(0.5, 0.125, 2.0), 0.5)
+_VOLTA = _GpuChip(80, 64, RateShares(15.7 / 125, 15.7 / 125), 0.7)
+_TURING = _GpuChip(68, 64, RateShares(0.25, 0.25), 0.7)
+_GA100 = _GpuChip(108, 128, RateShares(0.5, 19.5 / 312), 0.8)
+_GA102 = _GpuChip(82, 64, RateShares(0.5, 0.5), 0.7)
+_HOPPER = _GpuChip(132, 192, RateShares(0.5, 67 / 989, 2.0))
+_BLACKWELL = _GpuChip(148, 384, RateShares(0.5, 75 / 2250, 2.0))
+_CDNA2 = _GpuChip(110, 128, RateShares(0.25, 0.25), 0.6)
+_CDNA3 = _GpuChip(304, 192, RateShares(0.5, 0.125, 2.0), 0.5)
 
 
 def _device(
     name: str,
-    chip: _Chip,
+    chip: _GpuChip,
     memory_bytes: float,
     tflops: float,
     memory_gb_per_s: float,

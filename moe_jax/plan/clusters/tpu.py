@@ -24,7 +24,7 @@ _KERNEL_S = 1e-6
 _EXACT = 1 / 6  # of float32 products as six in bfloat16, jax's highest precision
 
 
-class _Chip(NamedTuple):
+class _TpuChip(NamedTuple):
     memory_gib: int
     tflops: float
     memory_gb_per_s: float
@@ -44,19 +44,19 @@ class _Chip(NamedTuple):
 
 _CHIPS = {
     # 2400 Gbit/s of ICI; DCN as v5p's: an estimate; 192 W: Jouppi et al. 2023 (TPU v4), table 4
-    "v4": _Chip(32, 275, 1228, 300, 6.25, 3, 64, 4096, 4, None, 192, 3.2),
+    "v4": _TpuChip(32, 275, 1228, 300, 6.25, 3, 64, 4096, 4, None, 192, 3.2),
     # 1600 Gbit/s; two adapters of 100 Gbit/s for eight chips
-    "v5e": _Chip(16, 197, 819, 200, 3.125, 2, 256, 256, 4, 1, 200, 1.2),
+    "v5e": _TpuChip(16, 197, 819, 200, 3.125, 2, 256, 256, 4, 1, 200, 1.2),
     # 1200 GB/s in both directions; 50 Gbit/s of DCN
-    "v5p": _Chip(95, 459, 2765, 600, 6.25, 3, 64, 6144, 4, None, 450, 4.2),
+    "v5p": _TpuChip(95, 459, 2765, 600, 6.25, 3, 64, 6144, 4, None, 450, 4.2),
     # 3200 Gbit/s; four adapters of 200 Gbit/s for eight chips; a sum over 256 chips reaches 236 GB/s (tpu-recipes)
-    "v6e": _Chip(32, 918, 1638, 400, 12.5, 2, 256, 256, 4, 2, 300, 2.7, ici_efficiency=0.6),
+    "v6e": _TpuChip(32, 918, 1638, 400, 12.5, 2, 256, 256, 4, 2, 300, 2.7, ici_efficiency=0.6),
     # per chip: 192 GiB, 2307 TFLOP/s (4614 in 8-bit floats), 7380 GB/s, 1200 GB/s in both directions, 100 Gbit/s of DCN
-    "tpu7x": _Chip(96, 1153, 3690, 300, 6.25, 3, 128, 18432, 8, None, 500, 6.0, 2.0),
+    "tpu7x": _TpuChip(96, 1153, 3690, 300, 6.25, 3, 128, 18432, 8, None, 500, 6.0, 2.0),
 }
 
 
-def _share_of_links(chip: _Chip, devices: int) -> float:
+def _share_of_links(chip: _TpuChip, devices: int) -> float:
     """The share of a chip's links that are used in a slice.
 
     Without wrap-around, devices on the surface lack links, at a corner half of them. A slice with fewer chips than
@@ -68,7 +68,7 @@ def _share_of_links(chip: _Chip, devices: int) -> float:
     return min(max(math.log2(chips), 1.0) / chip.dimensions, 1.0) / 2
 
 
-def _preset(name: str, chip: _Chip) -> Preset:
+def _preset(name: str, chip: _TpuChip) -> Preset:
     def levels(devices: int, slice_devices: int) -> tuple[Level, ...]:
         wraps = slice_devices >= chip.whole_torus
         ici = Level(

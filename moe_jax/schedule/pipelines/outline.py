@@ -15,7 +15,7 @@ from moe_jax.schedule.pipelines.table import ChunkPass, StageTick, Table
 _ROUNDS = 3  # of as many microbatches as there are stages; after them a table repeats itself
 
 
-class Passes(NamedTuple):
+class StagePasses(NamedTuple):
     """The model chunk of each pass of a slot, without its microbatch; None: no such pass."""
 
     forward: int | None
@@ -26,7 +26,7 @@ class Passes(NamedTuple):
 class Outline(NamedTuple):
     """The ticks and the buffers of a table."""
 
-    ticks: Mapping[tuple[Passes, ...], int]  # how often each occurs; a tick is the passes of every stage
+    ticks: Mapping[tuple[StagePasses, ...], int]  # how often each occurs; a tick is the passes of every stage
     has_pairs: bool  # whether ticks have both a forward and a backward pass
     saved: int  # slots of buffers, see `schedule.pipelines.memory`
     weight: int
@@ -49,14 +49,14 @@ def outline_of(name: str, stages: int, microbatches: int, chunks: int = 1) -> Ou
 class TickSlots(NamedTuple):
     """The slots of an outline's ticks, each distinct one once. T ticks, S stages."""
 
-    slots: tuple[tuple[int, Passes], ...]  # a stage and its passes
+    slots: tuple[tuple[int, StagePasses], ...]  # a stage and its passes
     index_TS: npt.NDArray[np.intp]  # of each slot in `slots`
 
 
 @functools.lru_cache(maxsize=512)
 def tick_slots(name: str, stages: int, microbatches: int, chunks: int = 1) -> TickSlots:
     """The slots of `outline_of` with these arguments."""
-    places: dict[tuple[int, Passes], int] = {}
+    places: dict[tuple[int, StagePasses], int] = {}
     index = [
         [places.setdefault(slot, len(places)) for slot in enumerate(tick)]
         for tick in outline_of(name, stages, microbatches, chunks).ticks
@@ -70,5 +70,5 @@ def _outline(table: Table) -> Outline:
     return Outline(ticks, table.has_pairs, *(buffers.num_slots for buffers in (slots.saved, slots.weight, *slots[2:])))
 
 
-def _passes(slot: StageTick) -> Passes:
-    return Passes(*(work.chunk if isinstance(work, ChunkPass) else None for work in slot))
+def _passes(slot: StageTick) -> StagePasses:
+    return StagePasses(*(work.chunk if isinstance(work, ChunkPass) else None for work in slot))

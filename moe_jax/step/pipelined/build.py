@@ -19,7 +19,7 @@ from moe_jax.schedule.pipelines.build import make_table
 from moe_jax.schedule.pipelines.dependencies import check as check_table
 from moe_jax.schedule.pipelines.memory import Slots, slots_of
 from moe_jax.schedule.pipelines.table import Table
-from moe_jax.step.pipelined.tick_table import PASS_SCOPE, Row, rows_of
+from moe_jax.step.pipelined.tick_table import PASS_SCOPE, TickRow, rows_of
 from moe_jax.step.scheduled.build import measured_times
 
 
@@ -42,7 +42,7 @@ class PipelinedPlan:
         return any(orders.together for orders in self.orders)
 
     @functools.cached_property
-    def rows(self) -> Row:
+    def rows(self) -> TickRow:
         """The table as arrays [ticks, stages]."""
         return rows_of(self.table, self.slots, self.structure_of)
 
@@ -51,7 +51,7 @@ class PipelinedPlan:
         """For each pass, by its scope, an array [ticks, stages] with 1 where it runs."""
         return {PASS_SCOPE + name: runs for name, runs in self.runs_of(self.rows).items()}
 
-    def runs_of(self, row: Row) -> dict[str, Any]:
+    def runs_of(self, row: TickRow) -> dict[str, Any]:
         """Return for each pass, by name, 1 where it runs and 0 where it does not, for any ticks and stages.
 
         Passes over blocks are named with the number of the blocks' structure.
@@ -103,7 +103,7 @@ class PipelinedPlan:
                     rows[stage, chunk] = below + np.arange(count)
         return rows
 
-    def forward_rows(self) -> Row:
+    def forward_rows(self) -> TickRow:
         """Return the arrays of a table with forward passes only, each as early as possible."""
         name = "gpipe" if self.table.chunks == 1 else self.table.name
         table = make_table(name, self.table.stages, self.table.microbatches, self.table.chunks)

@@ -35,7 +35,7 @@ from moe_jax.step.pipelined.build import PipelinedPlan
 from moe_jax.step.pipelined.embed_and_head import embedded, embedding_gradient, head_gradients, share_of_loss
 from moe_jax.step.pipelined.model_chunk import ForwardResult, InputGradient, ModelChunk, RecomputedChunk
 from moe_jax.step.pipelined.stage_params import add_gradients, weights_of, zero_gradients
-from moe_jax.step.pipelined.tick_table import PASS_SCOPE, Row, TickPass, rows_of
+from moe_jax.step.pipelined.tick_table import PASS_SCOPE, TickPass, TickRow, rows_of
 from moe_jax.step.scheduled.scan_residuals import BlockConsts
 from moe_jax.step.scheduled.step_dims import StepDims
 
@@ -110,7 +110,7 @@ class PipelineStage:
             ),
         )
 
-    def tick(self, state: State, row: Row) -> State:
+    def tick(self, state: State, row: TickRow) -> State:
         """Run the passes of a tick, and exchange activations and gradients with the neighbouring stages.
 
         Transfers overlap with passes that do not need them. Gradients of the previous tick are sent during the forward
@@ -148,7 +148,7 @@ class PipelineStage:
             state = _received(state, row, activation(barrier_after(overlapped, state.posted)))
         return state
 
-    def _tick_overlapping_weight_gradients(self, state: State, row: Row) -> State:
+    def _tick_overlapping_weight_gradients(self, state: State, row: TickRow) -> State:
         fwd, bwd = row.forward, row.backward
         runs = self.plan.runs_of(row)
         run = functools.partial(_run, runs)
@@ -169,7 +169,7 @@ class PipelineStage:
             state = self._of_structures(run, "take", self._take, state, bwd)
         return self._of_structures(run, "together", self._together, state, bwd, fwd)
 
-    def forward_tick(self, state: State, row: Row) -> State:
+    def forward_tick(self, state: State, row: TickRow) -> State:
         """Run a tick of a step without a backward pass: no residuals are saved, and the loss is computed with the
         forward pass.
         """
@@ -190,7 +190,7 @@ class PipelineStage:
         names = [name for name in runs if name.startswith(passes)] if self.compute.platform == "tpu" else []
         return {name: barrier_after(runs[name], x_bND) for name in names}
 
-    def _to_next(self, state: State, row: Row) -> Receive:
+    def _to_next(self, state: State, row: TickRow) -> Receive:
         if self._in_background:
             return receive_transfer(start_transfer(state.x_bND, "to_next", row.activation_part), self._x_bND)
         return to_next(state.x_bND)
@@ -283,7 +283,7 @@ class PipelineStage:
     # inputs and outputs of passes
 
     @functools.cached_property
-    def rows(self) -> Row:
+    def rows(self) -> TickRow:
         """The passes of all stages in each tick, with the gradient timing that this program uses."""
         return rows_of(self.plan.table, self.plan.slots, self.plan.structure_of, self._overlaps_weight_gradients)
 
@@ -374,7 +374,7 @@ def _by_microbatch(x_Bn: jax.Array, microbatches: int) -> jax.Array:
     return x_Bn.reshape(microbatches, -1, x_Bn.shape[1])
 
 
-def _received(state: State, row: Row, x_bND: jax.Array) -> State:
+def _received(state: State, row: TickRow, x_bND: jax.Array) -> State:
     return state._replace(activations=put(state.activations, x_bND, row.activation_to))
 
 

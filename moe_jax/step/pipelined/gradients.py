@@ -12,7 +12,7 @@ from moe_jax.step.losses import ObjectiveParts
 from moe_jax.step.pipelined.build import PipelinedPlan
 from moe_jax.step.pipelined.executor import PipelineStage, State
 from moe_jax.step.pipelined.stage_params import stack_gradients
-from moe_jax.step.pipelined.tick_table import Row
+from moe_jax.step.pipelined.tick_table import TickRow
 
 
 def pipelined_gradients(
@@ -36,7 +36,7 @@ def pipelined_evaluation(params: Params, inputs: StepInputs, context: StepContex
     return sum_over_stages(state.parts.cross_entropy)
 
 
-def _walk(tick: Callable[[State, Row], State], state: State, rows: Row) -> State:
+def _walk(tick: Callable[[State, TickRow], State], state: State, rows: TickRow) -> State:
     """Run all ticks in order, each with this stage's row of the table."""
     own_rows = jax.tree.map(lambda x: jax.numpy.asarray(x)[:, stage()], rows)
     return jax.lax.scan(lambda state, row: (tick(state, row), None), state, own_rows)[0]

@@ -32,7 +32,7 @@ from moe_jax.step.scheduled.split_vjp import Pullback
 from moe_jax.step.scheduled.step_dims import StepDims
 
 
-class _Saved(NamedTuple):
+class _ChunkResiduals(NamedTuple):
     """What the backward pass needs from the forward pass."""
 
     pullbacks: dict[TaskKey, Pullback]
@@ -161,7 +161,9 @@ class ModelChunk:
         run(self._orders.weight, tasks, self._sums(tasks))
         return self._gradients(tasks)
 
-    def _run_forward(self, x_bND: jax.Array, consts: BlockConsts) -> tuple[jax.Array, ObjectiveParts | None, _Saved]:
+    def _run_forward(
+        self, x_bND: jax.Array, consts: BlockConsts
+    ) -> tuple[jax.Array, ObjectiveParts | None, _ChunkResiduals]:
         tasks = self._start_forward(x_bND, consts)
         sums = self._sums(tasks)
         run(self._orders.forward, tasks, sums)
@@ -186,7 +188,9 @@ class ModelChunk:
         tasks.x = dict(enumerate(jnp.split(x_bND, len(self._microbatches))))
         return tasks
 
-    def _end_forward(self, tasks: Tasks, sums: GradientReducer) -> tuple[jax.Array, ObjectiveParts | None, _Saved]:
+    def _end_forward(
+        self, tasks: Tasks, sums: GradientReducer
+    ) -> tuple[jax.Array, ObjectiveParts | None, _ChunkResiduals]:
         for r in self._microbatches:
             tasks.add_combine_to_residual(r, self._num_blocks)
         self._widths = tasks.widths
@@ -195,13 +199,13 @@ class ModelChunk:
         if stats is not None:
             parts = parts_of(tasks.losses, stats, sums.count_ME, self.dims.routed_tokens, sums.model.moe)
         x_bND = self._joined(tasks.x)
-        saved = _Saved(
+        saved = _ChunkResiduals(
             tasks.pullbacks.stored, tasks.lane_overflow.overflows, sums.share_ME if self._moe else None, x_bND
         )
         return x_bND, parts, saved
 
     def _start_backward(self, dx_bND: jax.Array, consts: BlockConsts, residuals: Sequence[jax.Array]) -> Tasks:
-        saved: _Saved = self._forward_body.rebuild(consts, residuals)
+        saved: _ChunkResiduals = self._forward_body.rebuild(consts, residuals)
         tasks = self._tasks(consts)
         tasks.pullbacks.stored, tasks.lane_overflow.overflows = saved.pullbacks, saved.overflows
         tasks.widths = self._widths

@@ -30,7 +30,7 @@ class TickPass(NamedTuple):
     received: Any
 
 
-class Row(NamedTuple):
+class TickRow(NamedTuple):
     """The passes and transfers of a tick."""
 
     forward: TickPass
@@ -42,7 +42,9 @@ class Row(NamedTuple):
     gradient_part: Any  # whether this stage sends its result of this tick, and receives in the next
 
 
-def rows_of(table: Table, slots: Slots, structure_of: Callable[[int, int], int], gradients_at_end: bool = False) -> Row:
+def rows_of(
+    table: Table, slots: Slots, structure_of: Callable[[int, int], int], gradients_at_end: bool = False
+) -> TickRow:
     """Return the table's arrays. `structure_of(stage, chunk)` is the number of a model chunk's structure.
 
     With `gradients_at_end`, a tick also receives its own gradients at its end, else in the next tick.
@@ -80,7 +82,7 @@ def rows_of(table: Table, slots: Slots, structure_of: Callable[[int, int], int],
     gradients = gradient_to != nothing_dx
     if not gradients_at_end:
         gradients = np.roll(gradients, -1, axis=0)  # no stage receives any in the first tick
-    return Row(
+    return TickRow(
         passes["F"],
         passes["B"],
         passes["W"],
