@@ -95,7 +95,7 @@ def _lose(run: DisturbedRun, memory: Path, arguments: Namespace) -> list[dict[st
             shutil.rmtree(next(memory.glob(f"*/node-{rank}")))
         run.wait_for(partial(_has_more, run, stretches), "another start")
         reached = _recorded(run)  # the records of repeated steps are removed
-        run.wait_for(lambda: run.stretches[-1].source is not None, "going on")
+        run.wait_for(lambda: run.stretches[-1].source is not None, "resuming")
         resumed, source = run.stretches[-1].resumed, run.stretches[-1].source
         lost.append({"ranks": ranks, "reached": reached, "resumed": resumed, "steps_lost": reached - resumed})
         lost[-1] |= {"told": source, "going_on_s": rounded(time.monotonic() - at)}

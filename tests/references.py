@@ -48,7 +48,7 @@ def rope(x_NK, model: ModelConfig):
 
 
 def frequency(pair: int, pairs: int, model: ModelConfig) -> float:
-    """Of one pair of features, scaled."""
+    """The scaled frequency of one pair of features."""
     plain, scaling = model.rope_theta ** (-pair / pairs), model.rope_scaling
     if scaling.rope_type == "none":
         return plain

@@ -13,7 +13,7 @@ def result(name: str) -> dict[str, Any]:
 
 
 def rows(name: str) -> dict[str, list[str]]:
-    """Of all tables of a page: the first cell and the others."""
+    """The rows of all tables of a page: the first cell and the others."""
     lines = (ROOT / "docs" / f"{name}.md").read_text().splitlines()
     cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines if line.startswith("| ")]
     return {first: others for first, *others in cells}

@@ -76,7 +76,7 @@ def test_the_page_of_migration_has_what_was_measured() -> None:
     assert {name: reported[name] for name in expected} == {name: [value] for name, value in expected.items()}
 
 
-def test_steps_get_faster_behind_a_migration_as_predicted() -> None:
+def test_steps_get_faster_after_a_migration_as_predicted() -> None:
     """Two processes in one box; a twentieth is what rounds differ by."""
     found = result("migration_box")
     assert all(before > 1.5 > 1.01 > after for before, after in found["rank_load_max_over_mean"])

@@ -30,14 +30,14 @@ def command_of(peers: Any, **settings: Any) -> Any:
     return peers.Peer([sys.executable, "-c", ONE_EACH_50_MS.format(**settings)], {}, "output", "completed step: ")
 
 
-def test_tokens_per_second_are_of_the_steps_behind_the_first_quarter(peers: Any) -> None:
+def test_tokens_per_second_are_of_the_steps_after_the_first_quarter(peers: Any) -> None:
     config = load_config(overrides=["train.steps=8", "train.batch_size=2", "data.seq_len=50"])
     found = peers.timed(command_of(peers, steps=8, then=600), config)  # which is ended after its last step
     assert 0.05 < found["first_step_s"] < 60
     assert 20 < found["tokens_per_s"] < 1.1 * 100 / 0.05
 
 
-def test_a_command_that_ends_too_early_is_told(peers: Any) -> None:
+def test_a_command_that_ends_too_early_is_reported(peers: Any) -> None:
     with pytest.raises(peers.StoppedError, match=r"^ended with step 3: no more$"):
         peers.timed(command_of(peers, steps=3, then=0), load_config(overrides=["train.steps=8"]))
 

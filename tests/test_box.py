@@ -33,14 +33,14 @@ from moe_jax import config
 CORES = tuple(sorted(os.sched_getaffinity(0)))
 
 
-def test_without_root_a_box_says_that_it_needs_it(monkeypatch):
+def test_without_root_a_box_reports_that_it_needs_it(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(shutil, "which", lambda program: f"/usr/bin/{program}")
     with pytest.raises(box.BoxError, match=r"needs root.*sudo"):
         box.run_in_box(box.Box(cores=CORES))
 
 
-def test_without_tc_a_box_says_what_to_install(monkeypatch):
+def test_without_tc_a_box_reports_what_to_install(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda program: None if program == "tc" else program)
     with pytest.raises(box.BoxError, match=r"needs tc: install iproute2"):
         box.run_in_box(box.Box(cores=CORES))
@@ -149,7 +149,7 @@ def test_only_nodes_of_several_processes_have_a_link_of_their_own(nodes):
 
 
 def exchange_curves(seconds_of):
-    """Of all algorithms over four ranks, and of all collectives inside a node and between nodes."""
+    """The curves of all algorithms over four ranks, and of all collectives inside a node and between nodes."""
     groups = {(2, 1): "inside", (2, 2): "between", (4, 1): "all"}
     names = [*(f"all_to_all.{name}" for name in EXCHANGES), "permute", "all_gather"]
     sizes = [2.0**n for n in range(16, 20)]

@@ -71,7 +71,7 @@ def output(folder: Path) -> str:
 
 
 def trained_params():
-    """Of the run, on one device."""
+    """The parameters of the run, on one device."""
     placed = jax.sharding.NamedSharding(one_device_mesh(), REPLICATED)
     shapes = param_shapes(load_config("run").model)
     on_device = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), shapes)
@@ -118,7 +118,7 @@ def test_a_finished_run_started_again_trains_no_further(output):
     assert [path.name for path in Path("run", "checkpoints").iterdir()] == [str(STEPS)]
 
 
-def test_a_dry_run_tells_the_facts_and_writes_nothing(output, folder):
+def test_a_dry_run_prints_the_facts_and_writes_nothing(output, folder):
     before = tree(folder)
     facts = printed(training.main, "--config", "run", "--dry-run", "log.dir=elsewhere")
     rows = dict(line.split(maxsplit=1) for line in facts.splitlines())

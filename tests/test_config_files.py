@@ -266,7 +266,7 @@ def test_an_override_is_read_as_what_the_setting_wants(override: str, value: obj
         ("train.steps=" + "9" * 5000, f"override 'train.steps={'9' * 5000}': not YAML"),
     ],
 )
-def test_a_wrong_value_is_told_with_what_is_allowed(override: str, message: str) -> None:
+def test_a_wrong_value_is_reported_with_what_is_allowed(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         load_config(None, [override])
     assert str(refusal.value) == message
@@ -343,7 +343,7 @@ def test_an_empty_file_is_the_default_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", EXPERIMENTS)
-def test_an_experiment_loads_and_its_first_lines_tell_its_command(path: str) -> None:
+def test_an_experiment_loads_and_its_first_lines_give_its_command(path: str) -> None:
     load_config(ROOT / path)
     comment = re.match(r"(#.*\n)*", (ROOT / path).read_text())
     assert comment is not None

@@ -89,7 +89,7 @@ def test_there_is_code() -> None:
 
 @cache
 def anchors(page: Path) -> set[str]:
-    """Of the headings."""
+    """The anchors of a page's headings."""
     headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -136,7 +136,7 @@ def test_what_is_no_exchange_is_refused(name: str, message: str) -> None:
     assert str(error.value) == f"exchange.algorithm={algorithm} {message}"
 
 
-def test_a_module_that_cannot_be_imported_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_cannot_be_imported_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "unfinished.py").write_text("POLICY = (\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError) as error:

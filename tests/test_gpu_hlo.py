@@ -59,7 +59,7 @@ ENTRY %main (x: f32[4,4], y: bf16[4,4]) -> f32[4,4] {
 """
 
 
-def test_float32_products_are_told_apart_from_sums_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_products_are_distinguished_from_sums_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(FOLDER)
     read: Any = importlib.import_module("gpu_hlo").read
     assert read(parse(HLO)) == {

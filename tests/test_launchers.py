@@ -112,7 +112,7 @@ def test_a_jobsets_pods_find_the_first_one(jobset: dict[str, Any]) -> None:
     assert container["ports"] == [{"containerPort": int(port)}]
 
 
-def test_the_image_holds_what_is_needed_and_runs_as_nobody_special() -> None:
+def test_the_image_holds_what_is_needed_and_runs_without_privileges() -> None:
     lines = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text()).splitlines()
     steps = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
     copied = [name for step, words in steps if step == "COPY" for name in words.split()[:-1]]

@@ -6,7 +6,7 @@ from tests.results import percent, result, rows
 
 
 @pytest.mark.parametrize("target", ["h100_1x1x8", "v5p_2x2x2"])
-def test_all_transfers_of_a_ring_run_beside_products(target):
+def test_all_transfers_of_a_ring_run_concurrently_with_products(target):
     ring = result(f"ring_attention_{target}")["forms"]["ring"]
     assert ring["transfers"] == ring["asynchronous"] == ring["beside_a_product"]
     assert ring["hidden"] == 1

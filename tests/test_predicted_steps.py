@@ -16,7 +16,7 @@ def row(mesh: str, rate: float, predicted_s: float, *measured_s: float) -> dict:
     return known | measured | {"predicted_s": predicted_s, "measured_s": list(measured_s)}
 
 
-def test_predictions_are_held_against_medians_and_the_first_against_the_fastest() -> None:
+def test_predictions_are_compared_with_medians_and_the_first_against_the_fastest() -> None:
     rows = [
         *(row("expert", 100, 1.1, 9.0, 1.0, 0.9), row("data", 100, 2.0, 2.0)),
         *(row("expert", 800, 0.4, 0.5), row("data", 800, 0.5, 0.4)),

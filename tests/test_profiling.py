@@ -40,7 +40,7 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Call:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_every_program_tells_what_it_wants(name: str, call: Call, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_program_reports_what_it_wants(name: str, call: Call, capsys: pytest.CaptureFixture[str]) -> None:
     for flag, code in (("--help", 0), ("--no-such-flag", 2)):
         with pytest.raises(SystemExit) as end:
             call(f"{name} {flag}")

@@ -210,7 +210,7 @@ def test_evaluations_are_listed_by_step_text_and_options(tmp_path: Path) -> None
     assert page.row("Tokens seen") == ["492k", "in 60 steps"]
 
 
-def test_diverged_run_says_so(tmp_path: Path) -> None:
+def test_diverged_run_reports_it(tmp_path: Path) -> None:
     nan = float("nan")
     page = Page(write_report(make_run(tmp_path, loss=nan, cross_entropy=nan, expert_load=[[nan, nan]])))
     assert "The training loss is not finite in 60 records, first at step 1." in page.texts["p"]

@@ -80,7 +80,7 @@ def test_lists_and_tables_are_those_of_github() -> None:
     assert found == "text:\n\n- one\n  more\n- two\n\n| `a | b` | c |\n"
 
 
-def test_comments_on_fields_are_what_is_said_of_them(tmp_path: Path) -> None:
+def test_comments_on_fields_are_their_docstrings(tmp_path: Path) -> None:
     (tmp_path / "fields.py").write_text(
         "class A:\n    x: int  # behind\n    # above\n    # it\n    y: int = 1  # and behind\n    z: int\n"
     )

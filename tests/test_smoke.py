@@ -43,7 +43,7 @@ RUNS = {
 
 
 def losses_of(settings: str, folder: Path) -> np.ndarray:
-    """Of each step. A process of its own, with nothing of this one's environment but where programs are kept."""
+    """The loss of each step, from a process of its own, with an environment of its own but for the programs."""
     ours = ("XLA_FLAGS", "PJRT_NPROC", "JAX_PLATFORMS")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     given = f"train.steps={STEPS} optimizer.warmup_steps=2 log.every=1 log.dir={folder} train.eval_batches=1"

@@ -25,7 +25,7 @@ Damage = Callable[[Path], object]
 
 
 def change(**settings: object) -> Damage:
-    """Of config.json; None takes a setting away."""
+    """Damage to config.json; None removes a setting."""
 
     def damage(hf: Path) -> None:
         found = json.loads((hf / "config.json").read_text()) | settings
@@ -48,7 +48,7 @@ def cut(hf: Path) -> None:
 
 
 def edit(name: str, edits: Callable[[dict[str, Any]], object]) -> Damage:
-    """Of the tensors of the file with this one."""
+    """Damage to the tensors of the file that has this one."""
 
     def damage(hf: Path) -> None:
         for file in hf.glob("model*.safetensors"):

@@ -59,7 +59,7 @@ def test_an_evaluation_that_cannot_be_is_refused(words: str, message: str, asser
     assert_refused(f"evaluate run {words}", message)
 
 
-def test_a_damaged_checkpoint_that_was_asked_for_is_told(run: Path, assert_refused: Refusal) -> None:
+def test_a_damaged_checkpoint_that_was_asked_for_is_reported(run: Path, assert_refused: Refusal) -> None:
     remove("checkpoints/4/record")(run)
     assert_refused(
         "evaluate run --step 4",

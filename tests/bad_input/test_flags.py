@@ -214,7 +214,7 @@ def test_a_plan_that_could_not_be_written_is_not_made(
         ("prepare_text text.txt", "give INPUT and OUTPUT, or --verify and a folder"),
     ],
 )
-def test_a_wrong_flag_is_told_with_the_command_that_lists_them(
+def test_a_wrong_flag_is_reported_with_the_command_that_lists_them(
     line: str, message: str, assert_refused: Refusal
 ) -> None:
     name = line.split()[0]
@@ -222,7 +222,7 @@ def test_a_wrong_flag_is_told_with_the_command_that_lists_them(
     assert_refused(line, f"{message}: see python {program} --help")
 
 
-def test_an_interrupted_command_says_so(folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_command_reports_it(folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -256,7 +256,7 @@ def test_an_interrupted_command_says_so(folder: Path, command: Command, monkeypa
         ),
     ],
 )
-def test_a_real_process_says_the_same(arguments: list[str], message: str, folder: Path) -> None:
+def test_a_real_process_prints_the_same(arguments: list[str], message: str, folder: Path) -> None:
     before = tree(folder)
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {message}\n")

@@ -50,7 +50,7 @@ REAL = {
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_a_real_process_says_it(name: str, inputs: Path) -> None:
+def test_a_real_process_prints_it(name: str, inputs: Path) -> None:
     refusals = importlib.import_module("refusals")
     (each,) = [each for each in INPUTS if each.name == name]
     ended = refusals.try_command(refusals.real_command(each), str(inputs), each.environ)

@@ -147,7 +147,7 @@ def test_other_names_stay_as_they_are() -> None:
         assert plain_path(text) == text
 
 
-def test_a_config_made_in_python_is_told_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_made_in_python_gets_the_path_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     with pytest.raises(ConfigError, match=r"^log.dir=~/x is not replaced here: write /home/me/x$"):
         Config(log=LogConfig(dir="~/x"))

@@ -133,7 +133,7 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize(("damage", "step", "reason", "resumed_at"), cases(DAMAGED))
-def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_goes_on(
+def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_resumes(
     damage: Damage, step: int, reason: str, resumed_at: int, run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     damage(run)
@@ -217,7 +217,7 @@ def test_other_text_is_refused(path: str, words: str, part: str, folder: Path, a
 
 @pytest.mark.usefixtures("run")
 @pytest.mark.parametrize("place", ["./text.txt", "link.txt", "copy/other_name.txt", "absolute"])
-def test_the_same_text_by_another_name_goes_on(place: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_same_text_by_another_name_resumes(place: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (folder / "link.txt").symlink_to(folder / "text.txt")
     (folder / "copy").mkdir()
     shutil.copy(folder / "text.txt", folder / "copy" / "other_name.txt")
@@ -229,7 +229,7 @@ def test_the_same_text_by_another_name_goes_on(place: str, folder: Path, capfd: 
     assert capfd.readouterr().out == ""
 
 
-def test_a_checkpoint_without_a_checksum_of_its_text_goes_on_with_a_warning(
+def test_a_checkpoint_without_a_checksum_of_its_text_resumes_with_a_warning(
     run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     change_record(run, dataclasses.replace(read_record(DiskStorage(run), 4), text=None, run=None))
@@ -374,7 +374,7 @@ def test_a_run_whose_checkpoint_is_not_finite_blames_it(
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["2"]
 
 
-def test_a_run_whose_folder_is_deleted_meanwhile_says_so_and_can_be_resumed(
+def test_a_run_whose_folder_is_deleted_meanwhile_reports_it_and_can_be_resumed(
     run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """All that it has is put back at the next save."""

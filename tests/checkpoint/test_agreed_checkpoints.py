@@ -31,7 +31,7 @@ def test_a_save_that_one_process_cannot_write_fails_for_all_and_the_next_is_trie
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["1", "4"]
 
 
-def test_processes_with_other_folders_are_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_with_other_folders_get_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This one has none, and another one step 7."""
     given = iter([[0, 2 + 7], [0, 1]])
     monkeypatch.setattr(newest, "allgather", lambda own: next(given))

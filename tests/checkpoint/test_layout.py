@@ -68,7 +68,7 @@ def test_of_two_neighbours_the_first_has_no_copies_left_and_others_may_be_lost_t
     assert lost_owners(piece_sources(held(experts, node_P, {0, 1}), experts), experts) == []
 
 
-def test_what_two_nodes_have_is_not_sent_and_the_rest_goes_once() -> None:
+def test_what_two_nodes_have_is_not_sent_and_the_rest_is_sent_once() -> None:
     made = layout(*FOUR_NODES)
     assert {each.piece.name.partition("[")[0] for each in made.sent} == {"moments"}, "all else is on two nodes"
     assert len(made.sent) == 8

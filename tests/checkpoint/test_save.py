@@ -131,7 +131,9 @@ def test_arrays_of_another_shape_or_type_are_refused(run: Path) -> None:
         read_arrays(run, check_files(run, 2), {"params": {"w": w}})
 
 
-def test_a_save_that_fails_is_told_and_the_next_one_tried(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_save_that_fails_is_reported_and_the_next_one_tried(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """No file may grow beyond some kilobytes for a while, which orbax finds out in its threads."""
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -268,7 +270,7 @@ def test_a_run_below_another_folder_s_parent_can_be_read_again(tmp_path: Path, m
         chex.assert_trees_all_equal(read_arrays(run, check_files(run, 1), shapes), damaged.state_of(1))
 
 
-def test_a_resumed_run_of_many_processes_saves_when_it_is_told_to_end(
+def test_a_resumed_run_of_many_processes_saves_when_it_is_asked_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the step that they agree on, after a checkpoint of the run before."""

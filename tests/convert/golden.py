@@ -32,7 +32,7 @@ def model_of(name: str) -> ModelConfig:
 
 
 def shapes_on(mesh: jax.sharding.Mesh, config: Config) -> Any:
-    """Of parameters as the config's stages hold them."""
+    """Shapes of parameters as the config's stages hold them."""
     specs = partitions(param_dims(config.model), expert_axis(config.mesh))
     return jax.tree.map(
         lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
@@ -67,7 +67,7 @@ def changed(name: str, folder: Path, **settings: Any) -> Path:
 
 
 def logits_in(folder: Path) -> np.ndarray:
-    """Of the model in a folder, for the tokens of `golden.safetensors` there."""
+    """Logits of the model in a folder, for the tokens of `golden.safetensors` there."""
     hf = read_config(folder)
     tokens = load_file(folder / "golden.safetensors")["tokens"]
     return np.asarray(logits_of(read(folder), tokens, family_of(hf).model(hf)))

@@ -34,7 +34,7 @@ def e2m1(code: int) -> float:
 
 
 def fp8_values(codes: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> np.ndarray:
-    """Of a stack of matrices of codes in uint8, one number at a time."""
+    """Values of a stack of matrices of codes in uint8, one number at a time."""
     out = np.empty(codes.shape, np.float32)
     for *above, row, column in np.ndindex(codes.shape):
         scale = np.float32(scales[(*above, row // block[0], column // block[1])])
@@ -75,7 +75,7 @@ def mxfp4(experts: int, rows: int, columns: int, seed: int) -> Quantized:
 
 
 def deepseek_v3(folder: Path, source: Path, block: tuple[int, int]) -> tuple[Path, Path]:
-    """Of the golden model, or of a folder with the same tensors: all matrices of blocks but the routers'."""
+    """Quantise all matrices of blocks but the routers' in the golden model, or in a folder with the same tensors."""
     tensors = load_file(source / "model.safetensors")
     found = {name: fp8(x, block) for name, x in tensors.items() if _MATRIX.fullmatch(name)}
     settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": block, "dequantize": True}

@@ -54,7 +54,7 @@ def test_families_have_defaults_of_their_own(name):
     assert (scaled.rope_scaling.original_max_position_embeddings, scaled.rope_theta) == (longest, theta)
 
 
-def test_gpt_oss_is_scaled_unless_it_says_otherwise():
+def test_gpt_oss_is_scaled_unless_it_states_otherwise():
     yarn = without("gpt_oss", "rope_parameters").rope_scaling
     assert (yarn.rope_type, yarn.factor, yarn.original_max_position_embeddings, yarn.truncate) == (
         "yarn",
@@ -86,7 +86,7 @@ def test_deepseek_v3_has_groups_and_latents_by_default():
 
 
 def test_exports_have_the_length_of_the_import_or_of_the_training(tmp_path: Path):
-    """Of a model that began at random, its training's, or what its positions are scaled to."""
+    """A model that began at random has the length of its training, or that to which its positions are scaled."""
 
     def longest(seq_len: int, begun: Path | None = None, **model: object) -> int:
         train = TrainConfig(init_from=None if begun is None else str(begun))

@@ -15,7 +15,7 @@ RIGHT, OLD = np.arange(12, dtype=np.float32).reshape(4, 3), np.ones((4, 3), np.f
 
 
 def folder_of(folder: Path, weight_map: dict[str, str], **files: np.ndarray) -> Path:
-    """Of files by their names without suffix, each with a copy of the tensor."""
+    """A folder of files by their names without suffix, each with a copy of the tensor."""
     for file, copy in files.items():
         save_file({NAME: copy, f"{file}.bias": copy[0]}, folder / f"{file}.safetensors")
     named = {f"{file}.bias": f"{file}.safetensors" for file in files} | weight_map
@@ -30,7 +30,7 @@ def read(folder: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize("files", [{"a": OLD, "b": RIGHT}, {"b": RIGHT, "c": OLD}, {"a": OLD, "b": RIGHT, "c": OLD}])
-def test_the_index_says_which_file_counts(files, tmp_path):
+def test_the_index_decides_which_file_counts(files, tmp_path):
     """Wherever it stands among their names."""
     np.testing.assert_array_equal(read(folder_of(tmp_path, {NAME: "b.safetensors"}, **files)), RIGHT)
 

@@ -28,7 +28,7 @@ LARGEST = 2 * MODEL.vocab_size * MODEL.hidden_size  # bytes of the embedding, in
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_memory_holds_one_tensor_beside_the_parameters(fused, tmp_path):
+def test_memory_holds_one_tensor_besides_the_parameters(fused, tmp_path):
     """With all experts of a block in one tensor, too, of which one expert is read at a time."""
     params = jax.tree.map(lambda x: np.full(x.shape, 0.5, np.float32), param_shapes(MODEL))
     write_model(tmp_path / "hf", MODEL, FAMILIES["mixtral"], params, "bfloat16", 64, tmp_path, most_bytes=2 * LARGEST)
@@ -67,8 +67,8 @@ def test_a_quantised_tensor_is_dequantised_in_parts(method, tmp_path):
     assert whole.nbytes < peak < 1.3 * whole.nbytes
 
 
-def test_memory_holds_one_dequantised_tensor_beside_the_parameters(tmp_path):
-    """Of a model whose largest tensor, the embedding, is quantised, too."""
+def test_memory_holds_one_dequantised_tensor_besides_the_parameters(tmp_path):
+    """For a model whose largest tensor, the embedding, is quantised, too."""
     params = jax.tree.map(lambda x: np.full(x.shape, 0.5, np.float32), param_shapes(MODEL))
     write_model(tmp_path / "hf", MODEL, FAMILIES["mixtral"], params, "float32", 64, tmp_path)
     tensors = load_file(tmp_path / "hf" / "model.safetensors")

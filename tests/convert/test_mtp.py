@@ -62,7 +62,7 @@ def params_in(folder: Path, model: ModelConfig) -> Any:
 
 
 def module_logits(folder: Path, token_N: np.ndarray) -> np.ndarray:
-    """Of the module for one sequence, by a decoder of one block that embeds tokens as the module's inputs.
+    """Logits of the module for one sequence, by a decoder of one block that embeds tokens as the module's inputs.
 
     Such decoders are compared with transformers elsewhere.
     """

@@ -20,7 +20,7 @@ SPLIT = MeshConfig(data=1, expert=2, tensor=2)
 
 
 def all_slices(sizes, rng, number):
-    """Of every axis."""
+    """Random slices of every axis."""
     yield tuple(slice(0, size) for size in sizes)
     for _ in range(number):
         yield tuple(slice(*sorted(rng.choice(size + 1, 2, replace=False).tolist())) for size in sizes)

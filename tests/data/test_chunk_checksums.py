@@ -71,7 +71,7 @@ def test_each_thread_that_reads_one_damaged_chunk_too_many_is_stopped(damaged: P
             chunks.is_intact(DAMAGED, DAMAGED + SEQ_LEN)
 
 
-def test_as_many_chunks_as_allowed_are_passed_over_and_told(
+def test_as_many_chunks_as_allowed_are_passed_over_and_reported(
     damaged: Path, sound: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The batches of a resumed run, too, are those that it would have had."""
@@ -111,7 +111,7 @@ def test_a_folder_without_checksums_of_chunks_is_read_whole_at_the_start(damaged
             read()
 
 
-def test_lost_checksums_are_told(damaged: Path) -> None:
+def test_lost_checksums_are_reported(damaged: Path) -> None:
     sums = damaged / "train.crc32"
     sums.write_bytes(sums.read_bytes()[4:])
     with pytest.raises(DataError) as refused:

@@ -77,7 +77,7 @@ def test_the_rows_of_all_processes_make_up_the_batch_of_one(processes: list[list
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 5])
-def test_a_run_of_four_processes_goes_on_with_two(prefetch: int) -> None:
+def test_a_run_of_four_processes_resumes_with_two(prefetch: int) -> None:
     whole = read(12)
 
     states = set()

@@ -116,7 +116,7 @@ def test_tokens_are_those_of_whole_documents(kind: str, tmp_path: Path, monkeypa
         np.testing.assert_array_equal(found, np.concatenate(wanted), err_msg=split)
 
 
-def test_what_a_tokenizer_file_says_of_truncation_and_padding_is_not_obeyed(tmp_path: Path) -> None:
+def test_settings_of_a_tokenizer_file_for_truncation_and_padding_are_not_obeyed(tmp_path: Path) -> None:
     made = KINDS["byte_level"]()
     plain = save(made, tmp_path / "plain")
     made.enable_truncation(max_length=16)

@@ -110,7 +110,7 @@ def test_prompts_have_no_template_and_completions_an_end(model: Path, tmp_path: 
     assert np.count_nonzero(ids == 2) >= 2, "spelled out, the end of a text is its characters"
 
 
-def test_generation_blocks_say_what_the_assistant_says(model: Path, tmp_path: Path) -> None:
+def test_generation_blocks_mark_what_the_assistant_says(model: Path, tmp_path: Path) -> None:
     (tmp_path / "blocks.jinja").write_text(BLOCKS)
     talk = [message("user", "a"), message("assistant", "hm|b"), message("user", "c"), message("assistant", "hm|d")]
     prepared(tmp_path, [{"messages": talk}] * 2, template=tmp_path / "blocks.jinja")

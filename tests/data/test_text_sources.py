@@ -14,7 +14,8 @@ import pytest
 from moe_jax.config import Config, DataConfig, TrainConfig
 from moe_jax.config.sections import DataSource
 from moe_jax.config.yaml_io import to_yaml
-from moe_jax.data import documents, encode, text_index
+from moe_jax.data import documents, text_index
+from moe_jax.data import tokenizer as tokenizers
 from moe_jax.data.prepare import prepare_text
 from moe_jax.data.samples import Samples
 from moe_jax.data.sources import open_tokens, source_tokenizer, tokenizer_file
@@ -65,7 +66,7 @@ def data_of(path: Path, **settings: object) -> DataConfig:
 def test_samples_are_those_of_the_prepared_folder(
     suffix: str, tokenizer: str, fraction: float, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encode, "BATCH", 500)  # one document is longer, and encoded in windows
+    monkeypatch.setattr(tokenizers, "BATCH", 500)  # one document is longer, and encoded in windows
     monkeypatch.setattr(text_index, "BATCH", 500)
     text = folder / f"text{suffix}"
     own: str | Path = "bytes" if tokenizer == "bytes" else folder / "bpe"

@@ -75,7 +75,7 @@ def byte_level(add_prefix_space: bool = False) -> Tokenizer:
 
 
 def roberta() -> Tokenizer:
-    """Of bytes, with a space before the text, and tokens at both ends of it."""
+    """A tokenizer of bytes, with a space before the text, and tokens at both ends of it."""
     tokenizer = byte_level(add_prefix_space=True)
     ends = [(token, tokenizer.token_to_id(token)) for token in ("</s>", "<s>")]
     tokenizer.post_processor = processors.RobertaProcessing(*ends, trim_offsets=True, add_prefix_space=True)

@@ -33,7 +33,7 @@ from moe_jax.launch.supervisor import reserved_port
         (ConfigError("data.path=connection is missing"), False),
     ],
 )
-def test_errors_that_come_of_a_peer_are_told_from_others(error: Exception, expected: bool) -> None:
+def test_errors_that_come_of_a_peer_are_distinguished_from_others(error: Exception, expected: bool) -> None:
     assert is_peer_error(error) == expected
 
 
@@ -52,7 +52,7 @@ def two(how: str) -> Iterator[list[subprocess.Popen[str]]]:
                     process.kill()
 
 
-def test_a_process_whose_peer_was_killed_says_so_and_asks_to_be_tried_again() -> None:
+def test_a_process_whose_peer_was_killed_reports_it_and_asks_to_be_tried_again() -> None:
     """It waits in a collective."""
     with two("killed") as (first, second):
         second.wait(timeout=60)

@@ -102,7 +102,7 @@ def test_flags_that_contradict_are_refused_with_a_cure(flags: list[str], reporte
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, False, None),  # a pod of no job
     ],
 )
-def test_clusters_are_told_apart_by_the_environment(
+def test_clusters_are_distinguished_by_the_environment(
     environ: Mapping[str, str], tpu: bool, found: ClusterManager | None
 ) -> None:
     assert detect_cluster(environ, tpu) == found
@@ -200,7 +200,7 @@ def test_simulated_devices_win_over_xla_flags(clear: pytest.MonkeyPatch) -> None
     assert (code, out) == (0, "4\n"), err
 
 
-def test_simulated_devices_have_threads_and_compile_quickly_unless_the_environment_says_otherwise(
+def test_simulated_devices_have_threads_and_compile_quickly_unless_the_environment_sets_others(
     clear: pytest.MonkeyPatch,
 ) -> None:
     clear.delenv("PJRT_NPROC")

@@ -92,7 +92,7 @@ def test_all_leave_together_whoever_else_calls() -> None:
             roll_call._await_service(meeting(port, 1))
 
 
-def test_who_is_missing_is_said_and_then_an_error_of_all_who_are_there(
+def test_who_is_missing_is_reported_and_then_an_error_of_all_who_are_there(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(roll_call, "QUIET_S", 0)

@@ -45,7 +45,7 @@ def test_a_failure_on_one_host_starts_all_again_at_once(hosts: Hosts) -> None:
     )
 
 
-def test_a_hang_on_another_host_is_told_to_host_0(hosts: Hosts) -> None:
+def test_a_hang_on_another_host_is_reported_to_host_0(hosts: Hosts) -> None:
     hosts.start_both("--progress-timeout=4", "hangs", str(hosts.log(2)), "silently")
     assert hosts.codes() == [0, 0]
     assert hosts.launcher_said(0)[1:] == [
@@ -68,7 +68,7 @@ def test_a_lost_host_is_waited_for_and_its_return_starts_all_again(hosts: Hosts)
     )
 
 
-def test_the_others_go_on_without_a_lost_host_and_take_it_in_again(hosts: Hosts) -> None:
+def test_the_others_continue_without_a_lost_host_and_take_it_in_again(hosts: Hosts) -> None:
     flags = ["--min-hosts=1", "--host-timeout=2", "saves-on-sigterm"]
     hosts.start_both(*flags)
     for host in (0, 1):
@@ -111,7 +111,7 @@ def test_the_others_end_their_processes_when_host_0_is_lost_and_follow_it_when_i
     assert_all_end([*hosts.ids(0), *hosts.ids(1)])
 
 
-def test_bad_input_of_every_host_is_told_once_and_another_command_is_refused(hosts: Hosts) -> None:
+def test_bad_input_of_every_host_is_reported_once_and_another_command_is_refused(hosts: Hosts) -> None:
     hosts.start(0, "bad-input")
     hosts.wait_for(0, "waits for host 1")
     hosts.start(1, "bad-input", "of-another-kind")
@@ -150,7 +150,7 @@ def test_a_host_that_stays_alone_gives_up_in_time(host: int, hosts: Hosts) -> No
         ({"SLURM_NNODES": "2", "SLURM_NODEID": "0"}, (1, 0)),  # sbatch's own shell
     ],
 )
-def test_slurm_says_which_hosts_there_are(slurm: dict[str, str], expected: tuple[int, int]) -> None:
+def test_slurm_determines_which_hosts_there_are(slurm: dict[str, str], expected: tuple[int, int]) -> None:
     found = hosts_from(parse("--rendezvous=n0:8475"), {TOKEN: "a secret of the tests", **slurm})
     assert (found["hosts"], found["host"]) == expected
     assert hosts_from(parse("--hosts=1"), slurm)["hosts"] == 1, "the command line wins"

@@ -71,7 +71,7 @@ def test_a_lone_failure_ends_all_within_seconds_and_is_named(how: str, code: int
     assert time.monotonic() - began < 50
 
 
-def test_a_failure_of_all_after_they_have_joined_is_told_once() -> None:
+def test_a_failure_of_all_after_they_have_joined_is_reported_once() -> None:
     code, _, err = run("--processes", "2", "--module", "tests.launched.failure", "bad-input-of-all")
     assert (code, err) == (2, "error: data.path=x is missing\n")
 
@@ -87,7 +87,7 @@ def test_unknown_arguments_reach_every_process_and_rank_0_is_unprefixed(separato
     assert sorted(err.splitlines()) == ["[rank 1] a line for stderr", "a line for stderr"]
 
 
-def test_bad_input_of_every_process_is_told_once() -> None:
+def test_bad_input_of_every_process_is_reported_once() -> None:
     code, _, err = run(*act("bad-input"))
     assert (code, err) == (2, "error: train.steps=0 must be at least 1\n")
 
@@ -174,7 +174,7 @@ def test_all_start_again_until_they_get_no_further(tmp_path: Path) -> None:
     )
 
 
-def test_a_new_step_makes_tries_count_anew(tmp_path: Path) -> None:
+def test_a_new_step_makes_tries_count_again(tmp_path: Path) -> None:
     code, _, err = run(*act("trains", retries=1), str(tmp_path / "starts"), "2", "3", "4")
     assert (code, err.splitlines()) == (0, [f"{FAILED}: all start again in 0 s, try 1 of 1"] * 3)
 
@@ -197,7 +197,7 @@ def test_what_goes_back_has_as_long_as_what_starts() -> None:
     assert (code, err) == (0, "")
 
 
-def test_the_others_go_on_without_one_that_fails_at_every_start() -> None:
+def test_the_others_continue_without_one_that_fails_at_every_start() -> None:
     """Three can form no mesh, so it is two of four."""
     flags = ["--processes", "4", "--min-processes", "2", "--retries", "1", "--module", "tests.launched.script"]
     code, _, err = run(*flags, "has-a-broken-place")
@@ -211,14 +211,14 @@ def test_the_others_go_on_without_one_that_fails_at_every_start() -> None:
     assert err.count("[rank 1] rank 1 in place 2\n") == 2
 
 
-def test_another_mistake_of_those_that_go_on_is_told_as_it_is() -> None:
+def test_another_mistake_of_those_that_continue_is_reported_as_it_is() -> None:
     flags = ["--processes", "2", "--min-processes", "1", "--retries", "0", "--module", "tests.launched.script"]
     code, _, err = run(*flags, "is-wrong-without-one")
     reported = [f"{FAILED}: 1 of 2 processes continue", "error: data.path=x is missing"]
     assert (code, err.splitlines()) == (2, ["[rank 1] error: data.path=x is missing", *reported])
 
 
-def test_all_are_tried_again_after_a_failure_behind_a_new_step(tmp_path: Path) -> None:
+def test_all_are_tried_again_after_a_failure_after_a_new_step(tmp_path: Path) -> None:
     flags = ["--processes", "2", "--min-processes", "1", "--retries", "1", "--module", "tests.launched.script"]
     code, _, err = run(*flags, "is-broken-for-a-while", str(tmp_path / "mended"))
     assert (code, err.splitlines()) == (

@@ -111,7 +111,7 @@ def test_a_worker_of_another_host_is_started_heard_of_ended_and_finished(events:
 
 
 @pytest.mark.parametrize("output", ["nothing more", "a rank that does not run", "no JSON", "too much"])
-def test_a_host_that_goes_or_says_what_it_should_not_is_lost_with_its_workers(output: str, events: Events) -> None:
+def test_a_host_that_goes_or_sends_what_it_should_not_is_lost_with_its_workers(output: str, events: Events) -> None:
     with opened(events) as (launch, others), called(launch) as channel:
         assert events.get(timeout=60) == (JOINED, 1)
         workers = [others.start(1, WorkerShare(rank, rank, 4, "127.0.0.1:4242", False)) for rank in (2, 3)]

@@ -170,7 +170,7 @@ def test_splash_attention_costs_the_products_of_its_kernel(kernel: str, widths: 
     assert matrix_products(toy.by_name["y"], toy) == 1
 
 
-def test_memory_that_nobody_fills_costs_nothing() -> None:
+def test_memory_that_is_never_filled_costs_nothing() -> None:
     toy = program('%x = u8[80] custom-call(), custom_call_target="AllocateBuffer"')
     assert compute_seconds(toy.by_name["x"], toy, TOY) == 0
 

@@ -78,8 +78,8 @@ def test_text_that_is_not_scheduled_is_refused(text: str) -> None:
         parse(text)
 
 
-def test_loops_over_rows_tell_how_many_rows_balanced_routing_makes() -> None:
-    """Of 128 rows in tiles of 8 for 4 groups half exist: 8 tiles, and 2 of each group. Forward and backward."""
+def test_loops_over_rows_show_how_many_rows_balanced_routing_makes() -> None:
+    """Half of 128 rows in tiles of 8 for 4 groups exist: 8 tiles, and 2 of each group. Forward and backward."""
     grouped = GROUPED_PRODUCTS["cpu"]["blocks"]._replace(filled=0.5)
 
     def total(x: jax.Array, w: jax.Array, size_L: jax.Array) -> jax.Array:

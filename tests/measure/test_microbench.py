@@ -87,7 +87,7 @@ def test_other_collectives_bring_their_first_number_from_their_group(group: Comm
         np.testing.assert_array_equal(first["permute"][each], np.roll(each, 1))
 
 
-def test_operands_are_as_large_as_their_name_says() -> None:
+def test_operands_are_as_large_as_their_name_states() -> None:
     for program in programs_of(CommGroup(4, 1)).values():
         held = 4 * np.prod(program.operation.shape)
         assert held * (4 if program.operation.name == "all_gather" else 1) == program.operation.amount
@@ -178,7 +178,7 @@ def test_two_processes_measure_together_and_one_of_them_writes(tmp_path: Path) -
     assert {each.name for each in tmp_path.iterdir()} == {"two.json", "two.png"}
 
 
-def test_memory_is_that_of_the_smallest_device_if_all_tell() -> None:
+def test_memory_is_that_of_the_smallest_device_if_all_report_it() -> None:
     def device(stats: dict[str, int] | None) -> Any:
         return SimpleNamespace(memory_stats=lambda: stats)
 
@@ -188,7 +188,7 @@ def test_memory_is_that_of_the_smallest_device_if_all_tell() -> None:
     assert memory_bytes([device(None)]) is memory_bytes(jax.local_devices()) is None
 
 
-def test_without_matplotlib_the_plot_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_matplotlib_the_plot_reports_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     empty = ClusterProfile(platform="cpu", devices=1, processes=1, node_devices=1, curves=(), provenance={})
     with pytest.raises(PlotError, match=r"pip install -e '.\[plots\]'"):

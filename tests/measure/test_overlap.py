@@ -19,7 +19,7 @@ def us(*seconds: float) -> list[float]:
 
 
 @pytest.mark.parametrize(("concurrent", "exposed"), [(0, 40), (15, 25), (40, 0), (60, 0)])
-def test_a_transfer_is_exposed_as_far_as_compute_beside_it_is_too_short(concurrent: int, exposed: int) -> None:
+def test_a_transfer_is_exposed_as_far_as_compute_concurrent_with_it_is_too_short(concurrent: int, exposed: int) -> None:
     result = run(
         work("a", 5), start("s", 40), *([work("b", concurrent)] if concurrent else []), done("s"), work("c", 7)
     )
@@ -28,7 +28,7 @@ def test_a_transfer_is_exposed_as_far_as_compute_beside_it_is_too_short(concurre
     assert us(result.collectives[0].inside_s) == [concurrent]
 
 
-def test_compute_behind_the_done_hides_nothing() -> None:
+def test_compute_after_the_done_hides_nothing() -> None:
     result = run(start("s", 40), done("s"), work("b", 100))
     assert us(result.exposed_s, result.step_s) == [40, 140]
 
@@ -41,7 +41,7 @@ def test_transfers_run_one_after_another() -> None:
 
 
 def test_links_inside_and_between_nodes_are_taken_for_what_goes_over_them() -> None:
-    """Of an exchange of four ranks, 10 µs inside its node and 200 µs between nodes."""
+    """For an exchange of four ranks, 10 µs inside its node and 200 µs between nodes."""
 
     def permute(name: str, pairs: str) -> str:
         return f"%{name} = (u8[10], u8[10]) collective-permute-start(%x10), source_target_pairs={pairs}"
@@ -67,7 +67,7 @@ def test_a_start_that_the_gpu_runs_in_one_go_is_synchronous() -> None:
     assert us(result.exposed_s, result.step_s) == [40, 100]
 
 
-def test_collectives_behind_generic_starts_and_updates_are_seen() -> None:
+def test_collectives_after_generic_starts_and_updates_are_seen() -> None:
     wrapped = """%wrapped () -> u8[40] {
   %p = u8[40] parameter(0)
   ROOT %inner = u8[40] collective-permute(%p), source_target_pairs={{0,1},{1,0}}, metadata={op_name="s/F.combine.0.0/p"}
@@ -178,7 +178,7 @@ def test_a_loop_over_rows_with_less_than_a_turn_takes_one() -> None:
     assert us(run(line, others=others).step_s) == [6]
 
 
-def test_loops_of_unknown_length_are_told_wherever_they_are() -> None:
+def test_loops_of_unknown_length_are_reported_wherever_they_are() -> None:
     """In another loop, too; but not those of a branch that does not run."""
     inner, inner_body = rows_loop("inner", "anything", work("b", 6))
     other, other_body = rows_loop("other", "anything", work("c", 60))
@@ -199,7 +199,7 @@ def test_on_real_programs_time_is_neither_lost_nor_double(name: str, target: str
         assert all(a.end_s <= b.start_s + 1e-12 for a, b in itertools.pairwise(lane))
 
 
-def test_on_tpu_the_exchanges_of_the_saved_program_have_compute_beside_them() -> None:
+def test_on_tpu_the_exchanges_of_the_saved_program_have_concurrent_compute() -> None:
     result = replay(saved("tpu_v5p.hlo"), find_target("v5p:2x2x2"), 8)
     assert [(each.kind, each.is_async, each.inside_products) for each in result.collectives] == [
         ("all-to-all", True, 1),

@@ -100,7 +100,7 @@ def test_branches_are_looked_into_and_pairs_of_one_kind_named():
     assert not found(LOOP, branch.replace("%a", "%looped"))
 
 
-def test_the_message_says_which_and_what_to_do():
+def test_the_message_names_which_and_what_to_do():
     with pytest.raises(
         RaceError, match=r"sum_in_loop .* and sum_after .*, and 1 more: use schedule\.grad_reduce=block"
     ):
@@ -108,7 +108,7 @@ def test_the_message_says_which_and_what_to_do():
 
 
 def text_of(body: Callable[[jax.Array, jax.Array], object]) -> str:
-    """Of a program over four devices; its arguments hold other numbers on each."""
+    """The text of a program over four devices; its arguments hold other numbers on each."""
     mesh = Mesh(np.array(jax.devices()[:4]), ("ranks",))
     over = PartitionSpec("ranks")
     run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(over, over), out_specs=over, check_vma=False))

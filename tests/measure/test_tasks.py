@@ -45,7 +45,7 @@ def sent(name: str) -> str:
     return f"{start(name.replace('.', '_'), 10, name)}\n{done(name.replace('.', '_'))}"
 
 
-def test_a_program_in_order_has_nothing_to_tell() -> None:
+def test_a_program_in_order_has_nothing_to_report() -> None:
     order = "F.attend.0.0 F.dispatch.0.0 F.expert.0.0 F.combine.0.0"
     found = hold(
         order, work("a", 1, "F.attend.0.0"), sent("F.dispatch.0.0"), work("b", 1, "F.expert.0.0"), sent("F.combine.0.0")

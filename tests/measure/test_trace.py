@@ -35,7 +35,7 @@ def test_operations_carry_the_task_they_were_traced_under(operations):
     assert {operation.task for operation in operations} >= {"F.expert.3.0", "G.reduce.3.1", "B.expert.3.0"}
 
 
-def test_collectives_are_told_from_computations(operations):
+def test_collectives_are_distinguished_from_computations(operations):
     by_task = {operation.task: operation.communicates for operation in operations if operation.task}
     assert by_task == {"F.expert.3.0": False, "G.reduce.3.1": True, "B.expert.3.0": False}
 
@@ -89,7 +89,7 @@ def test_a_folder_without_a_trace_has_no_operations(tmp_path):
     assert read_trace(tmp_path, "") == []
 
 
-def test_without_a_schedule_forward_and_backward_are_told_apart(tmp_path):
+def test_without_a_schedule_forward_and_backward_are_distinguished(tmp_path):
     def loss(x):
         return jnp.sum(jnp.tanh(x @ x) @ x)
 

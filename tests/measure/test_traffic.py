@@ -30,7 +30,7 @@ def compiled(name, per_node):
 
 @pytest.mark.parametrize("per_node", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_rank_sends_what_the_closed_form_says(name, per_node):
+def test_every_rank_sends_what_the_closed_form_predicts(name, per_node):
     steps = steps_of(name, NUM_BYTES, 8 // per_node, per_node)
     phases = by_phase(exchanges(compiled(name, per_node), 8), steps)
     assert set(phases) == {phase.name for step in steps for phase in step}
@@ -71,7 +71,7 @@ def test_two_run_side_by_side_if_each_starts_before_the_other_is_done(order, exp
 
 
 @pytest.mark.parametrize(("order", "expected"), [("asA", True), ("aAs", False), ("saA", False)])
-def test_what_is_synchronous_runs_beside_what_was_started_before_and_ends_after(order, expected):
+def test_what_is_synchronous_runs_concurrently_with_what_was_started_before_and_ends_after(order, expected):
     permute = "source_target_pairs={{0,1},{1,0}}"
     texts = {
         "a": f"%a = (u8[4], u8[4]) collective-permute-start(%x), {permute}",

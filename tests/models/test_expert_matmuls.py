@@ -47,7 +47,7 @@ def test_numbers_are_rounded_to_the_nearest_of_8_bits(name, dtype, axis):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_row_that_is_not_finite_is_told_and_no_other(bad):
+def test_a_row_that_is_not_finite_is_reported_and_no_other(bad):
     x = np.ones((3, 4), np.float32)
     x[1, 2] = bad
     found = quantize(jnp.asarray(x), jnp.float8_e4m3fn, -1)

@@ -11,7 +11,7 @@ NUMBER = re.compile(r"(?<![\w.,⁻])\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?(?![\w⁻
 
 
 class Table(NamedTuple):
-    """Of a page."""
+    """A table of a page."""
 
     head: str
     rows: list[str]

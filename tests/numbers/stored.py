@@ -20,7 +20,7 @@ def hundreds(share: float, digits: int = 1) -> str:
 
 
 def variants(name: str) -> dict[str, dict[str, float]]:
-    """Of what `report --compile` printed: milliseconds and gigabytes of each variant."""
+    """Milliseconds and gigabytes of each variant, as `report --compile` printed them."""
     _, table = (RESULTS / f"{name}.txt").read_text().split("\nvariant ", 1)
     found = {}
     for line in table.split("\n\n")[0].splitlines()[1:]:
@@ -31,7 +31,7 @@ def variants(name: str) -> dict[str, dict[str, float]]:
 
 
 def plan_text(name: str) -> dict[str, str]:
-    """Of what `plan --compile` printed: memory in GB and seconds of a step, predicted and compiled."""
+    """Memory in GB and seconds of a step, predicted and compiled, as `plan --compile` printed them."""
     text = (RESULTS / f"{name}.txt").read_text()
     found = {}
     for what, pattern in (

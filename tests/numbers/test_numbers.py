@@ -149,7 +149,7 @@ def test_every_reason_is_of_a_row() -> None:
 
 
 @pytest.mark.parametrize(("page", "piece"), SENTENCES)
-def test_a_sentence_says_what_the_results_are(page: str, piece: str) -> None:
+def test_a_sentence_states_what_the_results_are(page: str, piece: str) -> None:
     assert piece in " ".join(path_of(page).read_text().split())
 
 

@@ -90,7 +90,7 @@ def test_connecting_another_mesh_ends_the_threads_of_the_one_before():
     assert not any(thread.is_alive() for thread in new)
 
 
-def test_closing_sends_the_rest_tells_who_waits_and_ends_the_reader(monkeypatch):
+def test_closing_sends_the_rest_notifies_who_waits_and_ends_the_reader(monkeypatch):
     ours, theirs = socket.socketpair()
     monkeypatch.setattr(post, "_connections", lambda: {1: ours})
     before, reported = set(threading.enumerate()), []
@@ -134,7 +134,7 @@ def test_urgent_jobs_overtake_others_and_none_of_their_kind():
     assert order == ["exchange 0", "exchange 1", "stage", "sum 0", "sum 1"]
 
 
-def test_a_process_that_nobody_calls_gives_up(monkeypatch):
+def test_a_process_that_no_other_calls_gives_up(monkeypatch):
     monkeypatch.setattr(post, "_CONNECT_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -161,7 +161,7 @@ def test_strangers_who_call_keep_no_process_out():
             assert connection.recv(100) == b"content"
 
 
-def test_who_waits_for_a_process_that_ends_is_told(monkeypatch):
+def test_who_waits_for_a_process_that_ends_is_reported(monkeypatch):
     ours, theirs = socket.socketpair()
     monkeypatch.setattr(post, "_connections", lambda: {1: ours})
     box = P2PTransport((0, 1))

@@ -102,7 +102,7 @@ def test_in_one_slice_of_a_torus_a_node_is_one_of_its_lines(devices, expected):
     assert ranks_per_node(devices, 1) == expected
 
 
-def test_coordinates_of_other_devices_tell_nothing():
+def test_coordinates_of_other_devices_show_nothing():
     devices = torus((1, 8), 2, 2, 2)
     for device in devices.flat:
         device.platform = "gpu"

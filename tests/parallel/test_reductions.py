@@ -75,7 +75,7 @@ def test_a_sum_over_one_rank_changes_nothing(name):
         ("background", {}),
     ],
 )
-def test_each_way_is_the_collectives_it_says(name, collectives):
+def test_each_way_is_the_collectives_it_names(name, collectives):
     body = on_mesh(lambda x: REDUCTIONS[name](x, BATCH_AXES), BATCH_SPEC, BATCH_SPEC, data=2, expert=4)
     text = body.lower(jnp.zeros(8 * 16)).as_text()
     kinds = ("all_reduce", "reduce_scatter", "all_gather", "collective_permute", "all_to_all")

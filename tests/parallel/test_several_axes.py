@@ -68,7 +68,7 @@ def in_groups(x_D: np.ndarray, mesh: jax.sharding.Mesh, axes: tuple[Axis, ...]) 
 
 
 def sums(device: jax.Array, axes: tuple[Axis, ...], ranks: int) -> dict[str, Any]:
-    """Of whole numbers, so that they are exact."""
+    """Sums of whole numbers, so that they are exact."""
     x_n, x_Pm = (device + 1) ** 2 + jnp.arange(LENGTH), (device + 1) ** 2 + jnp.arange(3 * ranks).reshape(ranks, 3)
     made = {f"sum {name}": reduction(x_n, axes) for name, reduction in REDUCTIONS.items()}
     made |= {f"scatter {name}": scatter(x_Pm, axes) for name, scatter in SCATTERS.items()}

@@ -35,7 +35,7 @@ def test_gates_that_look_at_one_token_let_the_batch_be_cut_anywhere(gate: str, r
     assert set(found.values()) == set(BATCH)
 
 
-def test_slots_of_scores_over_the_whole_batch_can_only_be_cut_behind_the_gate() -> None:
+def test_slots_of_scores_over_the_whole_batch_can_only_be_cut_after_the_gate() -> None:
     ops = ops_of(("moe", "moe"), **SCORE)
     own, later = ops_of(**SCORE), ops[next(i for i, op in enumerate(ops) if op.name == "dispatch") :]
     later = later[: next(i for i, op in enumerate(later) if op.name == "permute")]

@@ -58,7 +58,7 @@ def test_a_curve_is_found_by_its_settings() -> None:
         ("matmul", {"width": 64}, "its other operations"),
     ],
 )
-def test_a_curve_that_is_not_there_is_told_with_those_that_are(name: str, settings: dict, others: str) -> None:
+def test_a_curve_that_is_not_there_is_reported_with_those_that_are(name: str, settings: dict, others: str) -> None:
     with pytest.raises(ProfileError, match=f"the cluster profile has no {name} .*: measure it, or use one of {others}"):
         profile().find(name, **settings)
 
@@ -93,7 +93,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("problem", DAMAGE)
-def test_damage_is_told_in_one_line(problem: str, tmp_path: Path) -> None:
+def test_damage_is_reported_in_one_line(problem: str, tmp_path: Path) -> None:
     path = tmp_path / "box.json"
     write_profile(path, profile())
     found = json.loads(path.read_text())

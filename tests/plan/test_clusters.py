@@ -73,7 +73,7 @@ def test_levels_join_nodes_slices_and_all(name: str, groups: list[tuple[str, int
         ("no/such.json", "cluster profile no/such.json cannot be read"),
     ],
 )
-def test_what_does_not_exist_is_told_with_a_cure(name: str, message: str) -> None:
+def test_what_does_not_exist_is_reported_with_a_cure(name: str, message: str) -> None:
     with pytest.raises(UserError) as error:
         find_cluster(name)
     assert str(error.value).startswith(message)
@@ -170,7 +170,7 @@ def test_a_profile_is_a_cluster_whose_curves_replace_rates(tmp_path: Path) -> No
     assert collectives.ring(1e6, DeviceGroup(2, 2)) == pytest.approx(1e-2)
 
 
-def test_a_profile_that_lacks_something_is_told(tmp_path: Path) -> None:
+def test_a_profile_that_lacks_something_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "box.json"
     for dropped in ("all_to_all.flat", "matmul", "copy"):
         whole = measured(node_devices=1)
@@ -199,6 +199,6 @@ def test_devices_are_known_by_what_jax_calls_them(kind: str, slices: int, name: 
     assert cluster_of(kind, 16, slices) == find_cluster(name)
 
 
-def test_unknown_devices_are_told_with_a_cure() -> None:
+def test_unknown_devices_are_reported_with_a_cure() -> None:
     with pytest.raises(UserError, match="nothing is known of NVIDIA A100-SXM4-40GB: name a preset"):
         cluster_of("NVIDIA A100-SXM4-40GB", 8)

@@ -92,23 +92,23 @@ def measured(node_devices: int, *curves: Curve) -> Cluster:
 
 
 @pytest.mark.parametrize("node_devices", [1, 2, 8])
-def test_the_planner_says_what_was_measured_over_a_group(node_devices: int) -> None:
+def test_the_planner_predicts_what_was_measured_over_a_group(node_devices: int) -> None:
     """Whether it is inside a node or not; no curve of it is a line from zero."""
     points = ((1e6, 9e-3), (1e8, 50e-3))
     names = ("all_to_all.flat", "all_to_all.ring", "all_gather", "reduce_scatter", "all_reduce", "permute")
     others = [line(name, 2, 4, (1e6, 1.0), (1e8, 2.0)) for name in names]
-    fabric, group = (
+    costs, group = (
         CollectiveCosts(measured(node_devices, *others, *(line(name, 4, 1, *points) for name in names))),
         DeviceGroup(4, 1),
     )
     for num_bytes, seconds in points:
         for algorithm in ("auto", "flat", "ring", "ragged", "background"):
-            assert fabric.exchange(num_bytes, group, algorithm).seconds == pytest.approx(seconds)
-        assert fabric.ring(num_bytes * 3 / 4, group) == pytest.approx(seconds)  # leave each rank
-        assert fabric.ring(num_bytes * 3 / 4, group, "reduce_scatter") == pytest.approx(seconds)
-        assert fabric.ring(2 * num_bytes * 3 / 4, group, "all_reduce") == pytest.approx(seconds)
-        assert fabric.ring(3 * num_bytes, group, "permute") == pytest.approx(3 * seconds)
-        assert fabric.send(num_bytes, group) == pytest.approx(seconds)
+            assert costs.exchange(num_bytes, group, algorithm).seconds == pytest.approx(seconds)
+        assert costs.ring(num_bytes * 3 / 4, group) == pytest.approx(seconds)  # leave each rank
+        assert costs.ring(num_bytes * 3 / 4, group, "reduce_scatter") == pytest.approx(seconds)
+        assert costs.ring(2 * num_bytes * 3 / 4, group, "all_reduce") == pytest.approx(seconds)
+        assert costs.ring(3 * num_bytes, group, "permute") == pytest.approx(3 * seconds)
+        assert costs.send(num_bytes, group) == pytest.approx(seconds)
 
 
 def test_of_algorithms_that_were_measured_the_fastest_is_chosen() -> None:
@@ -127,14 +127,14 @@ def test_of_algorithms_that_were_measured_the_fastest_is_chosen() -> None:
 
 def test_other_groups_take_as_long_for_as_many_bytes_over_the_same_links() -> None:
     curves = [line(name, 4, 2, (1e6, 1e-3), (1e9, 1.0)) for name in ("all_to_all.flat", "all_gather")]
-    fabric = CollectiveCosts(measured(4, *curves))  # two of them in each of two nodes
+    costs = CollectiveCosts(measured(4, *curves))  # two of them in each of two nodes
     # half of all rows leave a node, and three quarters; of what all want alike each rank sends its part
-    assert fabric.exchange(1e7, DeviceGroup(4, 2)).seconds == pytest.approx(1e-2)
-    assert fabric.exchange(1e7, DeviceGroup(4, 4)).seconds == pytest.approx(1.5e-2)
-    assert fabric.ring(7.5e6, DeviceGroup(4, 2)) == pytest.approx(1e-2)
-    assert fabric.ring(7.5e6, DeviceGroup(4, 4)) == pytest.approx(3e-2)
+    assert costs.exchange(1e7, DeviceGroup(4, 2)).seconds == pytest.approx(1e-2)
+    assert costs.exchange(1e7, DeviceGroup(4, 4)).seconds == pytest.approx(1.5e-2)
+    assert costs.ring(7.5e6, DeviceGroup(4, 2)) == pytest.approx(1e-2)
+    assert costs.ring(7.5e6, DeviceGroup(4, 4)) == pytest.approx(3e-2)
     scattered = DeviceGroup(4, 2, rows=2, row_stride=4)  # stages between the rows: two in each node, too
-    assert fabric.exchange(1e7, scattered).seconds == pytest.approx(1e-2)
+    assert costs.exchange(1e7, scattered).seconds == pytest.approx(1e-2)
 
 
 def test_hierarchies_win_where_messages_are_many_and_small() -> None:

@@ -34,7 +34,7 @@ def all_partitions(groups: int, longest: int, parts: int) -> Iterator[tuple[OpRa
 
 
 def random_seconds(seed: int, groups: int):
-    """Of ranges of random groups, some of which may not be cut."""
+    """Random seconds for ranges of groups, some of which may not be cut."""
     rng = random.Random(seed)
     alpha = rng.uniform(0.0, 0.5)
     whole = [RangePart(rng.random() < 0.4, rng.uniform(0.1, 2.0)) for _ in range(groups)]

@@ -93,7 +93,7 @@ def _least_over_real_degrees(alphas: list[float], amounts: list[float], t: float
     return tuple(found.x)
 
 
-def test_the_best_whole_degree_is_beside_the_best_real_one():
+def test_the_best_whole_degree_is_next_to_the_best_real_one():
     """FSMoE, algorithm 1, takes SLSQP over r ≥ 1; the largest of four convex cases is convex, so degrees can be
     enumerated."""
     rng = random.Random(3)

@@ -18,12 +18,12 @@ def ten(action: Action) -> float:
 
 
 def extra_s(schedule: Schedule) -> dict[str, float]:
-    """Of tasks that take longer."""
+    """The extra seconds of tasks that take longer."""
     seconds = with_launch_overhead(schedule, lambda action: 1.0, two_streams, OVERHEAD, ten)
     return {str(action): seconds(action) - 1 for action in schedule.actions if seconds(action) > 1}
 
 
-def test_tasks_hand_over_what_leaves_behind_them_and_take_back_what_they_need_first() -> None:
+def test_tasks_hand_over_what_leaves_after_them_and_take_back_what_they_need_first() -> None:
     shape = make_shape("vanilla", ("moe",), 1, 1, 1, weight_grad="inline", grad_reduce="block", reductions=(1, 1, 1))
     found = extra_s(make_schedule("vanilla", shape, lambda action: 1.0, two_streams))
     assert found == {

@@ -200,7 +200,7 @@ def test_what_saves_memory_does_so_in_the_model() -> None:
     assert by_platform[0] < by_platform[1], "the minimum cut keeps less"
 
 
-def test_an_axis_of_open_size_is_told() -> None:
+def test_an_axis_of_open_size_is_reported() -> None:
     config = dataclasses.replace(config_of(), mesh=MeshConfig(data=-1, expert=4))
     with pytest.raises(ConfigError, match=r"mesh\.data=-1 leaves memory open: say how many"):
         step_memory(config, "tpu")

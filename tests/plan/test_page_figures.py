@@ -39,7 +39,7 @@ MIXTRAL = f"--model configs/models/mixtral_8x7b.yaml {FOLDED}"
         ),
     ],
 )
-def test_plans_are_as_a_page_says(page: str, sentence: str, printed: dict[str, list[str]]) -> None:
+def test_plans_are_as_a_page_states(page: str, sentence: str, printed: dict[str, list[str]]) -> None:
     assert sentence in " ".join((ROOT / "docs" / page).read_text().split())
     for settings, pieces in printed.items():
         command = [sys.executable, "-m", "moe_jax.plan", *COMMON.split(), *settings.split()]

@@ -51,7 +51,7 @@ PIPELINES = [
 def config_of(
     pipeline: str = "1f1b", chunks: int = 1, stages: int = 4, parts: int = 8, layers: int = 16, vocab: int = 8, **rest
 ) -> Config:
-    """Of one sequence in each part, on 8 devices."""
+    """A config with one sequence in each part, on 8 devices."""
     moe = MoEConfig(num_experts=8, top_k=2, intermediate_size=1024)
     expert = 8 // stages
     return Config(
@@ -80,7 +80,7 @@ def test_one_stage_and_one_part_take_what_a_step_without_ticks_takes(policy) -> 
 
 
 @pytest.mark.parametrize(("name", "chunks"), [each for each in PIPELINES if each[0] in ALIKE_TICKS])
-def test_equal_stages_are_idle_for_as_long_as_the_closed_formula_says(name, chunks) -> None:
+def test_equal_stages_are_idle_for_as_long_as_the_closed_formula_predicts(name, chunks) -> None:
     """(S-1)(F+B+W)/V, where ticks lose nothing: docs/pipelines.md. Without exchanges nothing can be hidden."""
     busy = estimate(config_of(name, chunks), NO_LINKS).busy
     assert busy.exposed == pytest.approx(0, abs=1e-6)
@@ -95,7 +95,7 @@ def test_plans_take_blocks_off_the_stage_of_a_large_head() -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_sends_go_behind_exchanges_that_want_their_links(shared) -> None:
+def test_sends_go_after_exchanges_that_want_their_links(shared) -> None:
     """Neighbours in a node share its links; on two nodes only stages' sends leave one."""
     node = 8 if shared else 2
     levels = [
@@ -310,7 +310,7 @@ def test_stages_that_say_auto_are_chosen() -> None:
     assert (given.mesh.pipeline, given.schedule.pipeline) == (2, "gpipe")
 
 
-def test_parts_beside_each_other_are_planned_without_stages() -> None:
+def test_concurrent_parts_are_planned_without_stages() -> None:
     draft = load_draft(None, [*SMALL, "mesh.pipeline=1", "schedule.pipeline=auto", "train.grad_accumulation=2"])
     both = dataclasses.replace(draft.schedule, pipeline="coscheduled")
     given = plan(dataclasses.replace(draft, schedule=both, open=draft.open - {"schedule.pipeline"}), H100S).best

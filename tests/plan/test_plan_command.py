@@ -36,7 +36,7 @@ train: {batch_size: 32}
         ),
     ],
 )
-def test_a_plan_is_written_with_a_picture_that_says_what_of_the_step_it_shows(
+def test_a_plan_is_written_with_a_picture_that_names_what_it_shows(
     settings: list[str],
     shown: str,
     tmp_path: Path,
@@ -72,7 +72,7 @@ def test_a_plan_is_written_with_a_picture_that_says_what_of_the_step_it_shows(
     assert mesh.data * mesh.expert * mesh.pipeline == 8
 
 
-def test_a_plan_of_a_published_model_says_that_it_has_no_data_yet() -> None:
+def test_a_plan_of_a_published_model_reports_that_it_has_no_data_yet() -> None:
     draft = load_draft(None, ["model.vocab_size=32000", "schedule.policy=auto", "data.seq_len=64", "mesh.data=1"])
     head = command._head(command.plan(draft, find_cluster("h100x1")))
     assert (

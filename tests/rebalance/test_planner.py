@@ -179,7 +179,7 @@ def test_copies_pay_by_what_their_sums_cost_in_every_step():
     assert not plan(HOT, ROOM, 8, Prices(1e-3, 1.0, 1000, sum_s=10.0)).pays
 
 
-def test_copies_that_nobody_needs_are_given_up():
+def test_copies_that_are_not_needed_are_given_up():
     """They cost sums in every step, and are gone without anything being sent."""
     copied = plan(HOT, ROOM, 8, Prices(1e-3, 1.0, 1000, sum_s=0.1), 1.1).expert_S
     assert not is_due(HOT, copied, 8, 1.2)

@@ -70,7 +70,7 @@ def toy_schedule() -> str:
 
 
 @pytest.mark.parametrize(("file", "target"), [("tpu_v5p.hlo", "v5p:2x2x2"), ("gpu_h100.hlo", "h100:1x1x8")])
-def test_a_saved_program_is_told_with_and_without_its_schedule(file: str, target: str) -> None:
+def test_a_saved_program_is_reported_with_and_without_its_schedule(file: str, target: str) -> None:
     text = (MEASURE / file).read_text(encoding="utf-8")
     hardware = find_target(target)
     plain = analyse("vanilla", text, outcome(), hardware)
@@ -163,7 +163,7 @@ def test_clocks_of_tpus_follow_from_their_peak(name: str) -> None:
     assert 0.9e9 < target.clock_hz < 2.3e9
 
 
-def test_flags_are_told_apart_by_platform_and_have_reasons() -> None:
+def test_flags_are_distinguished_by_platform_and_have_reasons() -> None:
     assert all(name.startswith("xla_gpu_") for name in compiler_options("gpu", "NVIDIA H200"))
     assert compiler_options("tpu", "TPU v5")["xla_tpu_enable_async_all_to_all"] == "true"
     assert compiler_options("cpu", "cpu") == {}
@@ -215,7 +215,7 @@ def trace_a_step(config: Config, run: Path) -> None:
         tracing.end(1, program, meter)
 
 
-def test_a_pipelined_program_runs_its_passes_as_often_as_the_table_says() -> None:
+def test_a_pipelined_program_runs_its_passes_as_often_as_the_table_lists() -> None:
     """Each of four microbatches sends and combines once on a stage, whatever the number of ticks."""
     stages = ["mesh.pipeline=2", "mesh.expert=4", "model.num_layers=2", "train.grad_accumulation=4"]
     target = find_target("cpu:8")

@@ -73,7 +73,7 @@ def test_the_load_of_ranks_is_drawn_over_the_steps_that_it_was_seen_in(tmp_path:
     assert ranks.get_title() == "2.42 → 1.05 at step 100"
 
 
-def test_a_move_is_told_by_the_worst_block_whose_experts_moved(tmp_path: Path) -> None:
+def test_a_move_is_reported_by_the_worst_block_whose_experts_moved(tmp_path: Path) -> None:
     run = run_in(tmp_path, 3, 8, moves={100: [0, 1], 300: [2]})
     loads = loads_of(records_in(run))
     assert loads.moves == (

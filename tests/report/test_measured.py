@@ -53,7 +53,7 @@ def test_operations_of_a_task_are_one_bar_unless_a_picture_shows_their_gap() -> 
     ]
 
 
-def test_a_measured_step_is_told_beside_the_estimated_one() -> None:
+def test_a_measured_step_is_reported_with_the_estimated_one() -> None:
     estimated = replay(program(work("a", 2_500_000), BODY), TOY, 1)
     compiled = Compiled(variant="unified", outcome=outcome(), replay=estimated, match=None, predicted=None)
     assert describe_measured(TracedStep(Path("trace/0"), compiled, STEP, 8, None)).splitlines() == [
@@ -74,7 +74,9 @@ def test_a_measured_step_is_told_beside_the_estimated_one() -> None:
         (2, None, "the trace is of 2 devices, and the compiled step of 8 devices (data=2 × expert=4): "),
     ],
 )
-def test_a_trace_on_another_mesh_is_told(num_devices: int, mesh: dict[str, int] | None, reported: str | None) -> None:
+def test_a_trace_on_another_mesh_is_reported(
+    num_devices: int, mesh: dict[str, int] | None, reported: str | None
+) -> None:
     estimated = replay(program(work("a", 2_500_000), BODY), TOY, 1)
     compiled = Compiled(variant="unified", outcome=outcome(), replay=estimated, match=None, predicted=None)
     output = describe_measured(TracedStep(Path("trace/0"), compiled, STEP, num_devices, mesh))
@@ -83,7 +85,7 @@ def test_a_trace_on_another_mesh_is_told(num_devices: int, mesh: dict[str, int] 
 
 
 def test_the_most_exposed_tasks_are_those_with_the_longest_communication_alone() -> None:
-    """Of six tasks the sixth is left out, and so is a task whose communication is hidden."""
+    """The sixth of six tasks is left out, and so is a task whose communication is hidden."""
     alone = [ran(f"F.dispatch.{i}.0", 10.0 * i, 10.0 * i + 6 - i, "all-to-all.3") for i in range(6)]
     hidden = [ran("F.combine.0.0", 70.0, 71.0, "all-to-all.4"), ran("F.expert.0.0", 69.0, 72.0)]
     assert _most_exposed([*alone, *hidden]) == ", ".join(f"F.dispatch.{i}.0 {6 - i}000.0 ms" for i in range(5))

@@ -141,7 +141,7 @@ def test_a_plan_that_does_not_fit_makes_room_for_one_that_does(compiler: Callabl
     assert 1.5 * given[1] <= 22e9 < 1.5 * given[0]
 
 
-def test_a_refusal_for_want_of_memory_tells_how_much(
+def test_a_refusal_for_want_of_memory_reports_how_much(
     compiler: Callable[[float], list[float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler(1.0)
@@ -183,13 +183,13 @@ def test_clusters_have_targets(name: str, target: str, monkeypatch: pytest.Monke
         ("a100x8", "--compile a100:1x1x8: 'a100' is unknown: use one of v4, v5e,"),
     ],
 )
-def test_clusters_without_a_compiler_are_told(name: str, message: str) -> None:
+def test_clusters_without_a_compiler_are_reported(name: str, message: str) -> None:
     with pytest.raises(UserError) as error:
         target_of(find_cluster(name))
     assert str(error.value).startswith(message)
 
 
-def test_a_missing_compiler_is_told_before_anything_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_reported_before_anything_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     monkeypatch.delattr(planned, "plan")
     with pytest.raises(UserError, match=r"^--compile h100:1x1x8 needs jax's CUDA plugin, which is not installed: pip"):

@@ -62,7 +62,7 @@ def test_a_picture_of_any_lanes_is_written(tmp_path: Path, scales: dict[str, flo
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_legend_tells_what_can_be_seen_and_sums_have_one_colour(
+def test_the_legend_shows_what_can_be_seen_and_sums_have_one_colour(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     labels: list[str] = []

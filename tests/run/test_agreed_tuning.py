@@ -65,7 +65,7 @@ def test_other_processes_take_the_choice_of_process_0(
     assert len(own) == 3
 
 
-def test_process_0_tells_what_it_has_decided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_0_sends_what_it_has_decided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reported, measured = [], []
 
     def decide(self: object, step: int, seconds: float) -> int:

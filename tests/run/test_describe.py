@@ -17,14 +17,14 @@ from moe_jax.schedule.pipelines.build import make_table
 from tests.small import small_config
 
 
-def test_a_pipeline_says_what_is_kept_and_idle_and_hints_at_more_microbatches() -> None:
+def test_a_pipeline_reports_what_is_kept_and_idle_and_hints_at_more_microbatches() -> None:
     few, enough = (pipeline_text(make_table("1f1b", 2, parts)) for parts in (1, 2))
     assert "1 microbatches; at once the stages keep activations of 1, 1; idle 50% of the time" in few
     assert few.endswith("(fewer microbatches than stages: train.grad_accumulation=2 or more idles less)")
     assert enough.endswith("after each of 6 ticks")
 
 
-def test_blocks_are_told_for_each_stage() -> None:
+def test_blocks_are_reported_for_each_stage() -> None:
     config = small_config(1, 1, pipeline=2, moe_layer_freq=1, model={"num_layers": 4}, schedule={"head_blocks": 2})
     assert blocks_text(config) == "moe moe moe moe (3 + 1 on the stages)"
     assert blocks_text(small_config(1, 1)) == "dense moe"
@@ -57,7 +57,7 @@ def test_attention_without_a_fused_kernel_gives_the_reason(monkeypatch: pytest.M
     }
 
 
-def test_a_loop_on_a_gpu_says_what_unrolling_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_on_a_gpu_reports_what_unrolling_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     config = small_config(1, 1, moe_layer_freq=1, model={"num_layers": 4})
     mesh = make_mesh(config.mesh, jax.devices()[:1])
     assert loop_text(config, mesh) == {}, "on CPUs it saves nothing"
@@ -69,7 +69,7 @@ def test_a_loop_on_a_gpu_says_what_unrolling_saves(monkeypatch: pytest.MonkeyPat
     assert step_memory(unrolled, "gpu").total < step_memory(config, "gpu").total
 
 
-def test_settings_without_effect_are_told() -> None:
+def test_settings_without_effect_are_reported() -> None:
     config = small_config(1, 1, schedule={"task_times": "times.json"})
     assert unused(config) == {"unused": "schedule.task_times, as schedule.policy=vanilla orders nothing"}
     short = dataclasses.replace(

@@ -73,7 +73,7 @@ def test_what_was_transient_trains_on_as_if_nothing_had_been(starts, tmp_path, c
     assert {"step": 2, "back_from_step": 5}.items() <= records[2].items()
 
 
-def test_nan_in_the_memory_of_one_device_is_gone_behind_the_way_back(starts, tmp_path, monkeypatch, capsys):
+def test_nan_in_the_memory_of_one_device_is_gone_after_the_rollback(starts, tmp_path, monkeypatch, capsys):
     starts[:] = [SOUND]
     (tmp_path / "plain").mkdir()
     train(config_in(tmp_path, *SHORT, "train.steps=2"))

@@ -153,7 +153,7 @@ def harness(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return modules["lm_eval"]
 
 
-def test_tasks_that_cannot_be_loaded_are_told(harness: ModuleType, tmp_path: Path) -> None:
+def test_tasks_that_cannot_be_loaded_are_reported(harness: ModuleType, tmp_path: Path) -> None:
     assert load_tasks(["own"], tmp_path).all_tasks == ["own"], "lm-eval's own are not indexed without need"
     for names, folder, message in (
         (

@@ -100,7 +100,7 @@ def test_experts_move_and_the_run_is_the_same(runs):
 
 
 @pytest.mark.parametrize("case", ["off", "on", "another mesh"])
-def test_a_checkpoint_goes_on_anywhere(case, runs, tmp_path):
+def test_a_checkpoint_resumes_anywhere(case, runs, tmp_path):
     (plain, expected), (moved, _) = runs
     shutil.copytree(moved, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "12")
@@ -116,7 +116,7 @@ def test_a_checkpoint_goes_on_anywhere(case, runs, tmp_path):
         chex.assert_trees_all_equal(jax.device_get(found), jax.device_get(expected["params"]))
 
 
-def test_a_checkpoint_of_moved_experts_goes_on_on_one_device(runs, tmp_path, monkeypatch):
+def test_a_checkpoint_of_moved_experts_resumes_on_one_device(runs, tmp_path, monkeypatch):
     """Which puts them in their order and trains the same function."""
     (plain, expected), (moved, _) = runs
     shutil.copytree(moved, tmp_path / "run")

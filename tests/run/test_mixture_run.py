@@ -140,7 +140,7 @@ def test_a_run_resumes_with_the_weights_that_it_was_trained_with() -> None:
     )
 
 
-def test_another_name_of_a_source_is_told() -> None:
+def test_another_name_of_a_source_is_reported() -> None:
     """Its tokens are compared by checksums: a name is free to change, and metrics then have both."""
     trained = json.loads(json.dumps(dataclasses.asdict(Config(data=data_of((1, []), (2, []))))))
     assert renamed_sources(Config(data=data_of((1, []), (2, []))), trained) == ""

@@ -32,7 +32,7 @@ def test_the_first_step_of_a_process_is_not_traced(wanted, first_step, expected)
     assert list(steps_to_trace(config, first_step)) == expected
 
 
-def test_no_step_is_traced_unasked_or_behind_the_last():
+def test_no_step_is_traced_unasked_or_after_the_last():
     assert not steps_to_trace(Config(), 0)
     assert not steps_to_trace(Config(train=TrainConfig(steps=5), log=LogConfig(trace_step=(5,))), 4)
 

@@ -72,7 +72,7 @@ def test_a_hot_expert_gets_copies_and_the_run_is_the_same(runs):
 
 
 @pytest.mark.parametrize("case", ["the same", "no migration"])
-def test_a_checkpoint_with_copies_goes_on(case, runs, tmp_path):
+def test_a_checkpoint_with_copies_resumes(case, runs, tmp_path):
     """At step 4, after the move."""
     (_, expected), (copied, _) = runs
     shutil.copytree(copied, tmp_path / "run")

@@ -96,7 +96,7 @@ def slots(folder: Path):
     return [slot for node in (folder / "memory").glob("*/node-*") for slot in whole_slots(node)]
 
 
-def test_a_crashed_run_goes_on_at_the_step_that_it_had_reached(undisturbed, start, tmp_path):
+def test_a_crashed_run_resumes_at_the_step_that_it_had_reached(undisturbed, start, tmp_path):
     """Each step is done and recorded once, each validation and checkpoint made, though some were cut off."""
     assert "safety copies of step 0 took" in start(("step", 4))
     assert "resuming from step 3: from safety copies\n" in start(("validation", 5))
@@ -180,7 +180,7 @@ def test_a_run_that_is_done_again_takes_no_copies_of_other_settings(start, tmp_p
     assert "beginning at step 0, as safety copies are of other settings\n" in start(None, "train.seed=1")
 
 
-def test_a_run_that_has_diverged_leaves_nothing_to_go_on_from(tmp_path, monkeypatch):
+def test_a_run_that_has_diverged_leaves_nothing_to_resume_from(tmp_path, monkeypatch):
     (tmp_path / "memory").mkdir()
     monkeypatch.setattr(step_hooks, "_validate", lambda *_: {"validation_loss": float("nan")})
     with pytest.raises(DivergedError):
@@ -189,7 +189,7 @@ def test_a_run_that_has_diverged_leaves_nothing_to_go_on_from(tmp_path, monkeypa
     assert [*(tmp_path / "memory").iterdir()] == []
 
 
-def test_copies_that_fail_are_told_once_and_cost_nothing(undisturbed, start, tmp_path, monkeypatch):
+def test_copies_that_fail_are_reported_once_and_cost_nothing(undisturbed, start, tmp_path, monkeypatch):
     written, writes = safety_files._write_at, []
 
     def write(file, array, offset) -> None:
@@ -204,7 +204,7 @@ def test_copies_that_fail_are_told_once_and_cost_nothing(undisturbed, start, tmp
     assert losses_of(tmp_path) == losses_of(undisturbed[0])
 
 
-def test_no_room_for_copies_is_told_before_the_first_step(tmp_path, monkeypatch):
+def test_no_room_for_copies_is_reported_before_the_first_step(tmp_path, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, os.strerror(28))
 

@@ -50,7 +50,7 @@ def pretend_run(folder: Path, config: Config, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(choose, "agreed_newest", lambda run, damaged: 5)
 
 
-def test_a_plan_fits_the_devices_and_is_told(tmp_path: Path) -> None:
+def test_a_plan_fits_the_devices_and_is_reported(tmp_path: Path) -> None:
     found = choose.resolve_auto(draft_in(tmp_path))
     assert found == choose.resolve_auto(draft_in(tmp_path)), "every process finds the same"
     assert found.config.mesh.data * found.config.mesh.expert == 8
@@ -60,7 +60,7 @@ def test_a_plan_fits_the_devices_and_is_told(tmp_path: Path) -> None:
     assert open_run(found.config).first_step == 0
 
 
-def test_a_config_without_auto_is_as_it_says(tmp_path: Path) -> None:
+def test_a_config_without_auto_is_unchanged(tmp_path: Path) -> None:
     draft = load_draft(None, [f"log.dir={tmp_path}"])
     assert choose.resolve_auto(draft) == ResolvedConfig(load_config(None, [f"log.dir={tmp_path}"]), {})
 
@@ -81,7 +81,7 @@ def test_a_resumed_run_keeps_what_was_chosen(tmp_path: Path, monkeypatch: pytest
         ({"data": 2, "expert": 4}, ["mesh.data=8"]),  # now of other axes
     ],
 )
-def test_a_run_on_another_mesh_is_planned_anew(
+def test_a_run_on_another_mesh_is_planned_again(
     saved: dict[str, int], overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_run(tmp_path, draft_in(tmp_path).choose(mesh=saved), monkeypatch)
@@ -90,7 +90,7 @@ def test_a_run_on_another_mesh_is_planned_anew(
     assert found.facts["auto"].endswith(", planned for cpux8, whose simulated devices overlap nothing")
 
 
-def test_processes_that_differ_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_differ_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "allgather", lambda number: [number, number + 1])
     with pytest.raises(UserError, match=r"^schedule\.policy=auto became something else on other processes: give them"):
         choose.resolve_auto(draft_in(tmp_path))

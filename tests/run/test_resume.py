@@ -134,7 +134,7 @@ def assert_equal_to_round_off(folder: Path, expected: Path) -> None:
     np.testing.assert_allclose(list(losses.values()), list(wanted.values()), rtol=1e-6)
 
 
-def test_resumed_on_another_mesh_goes_on_to_round_off(uninterrupted, restored, tmp_path):
+def test_resumed_on_another_mesh_losses_are_equal_to_round_off(uninterrupted, restored, tmp_path):
     folder, _ = uninterrupted
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "checkpoints" / "100")

@@ -47,7 +47,7 @@ def test_a_run_on_another_mesh_replays_a_record_bit_for_bit(recorded: Path) -> N
 
 
 def test_experts_are_taken_from_the_record(recorded: Path, tmp_path: Path) -> None:
-    """Of one that no gate has made."""
+    """Also from a record that no gate has made."""
     folder = tmp_path / "record"
     folder.mkdir()
     (folder / "routing.json").write_text((recorded / "record" / "routing.json").read_text())

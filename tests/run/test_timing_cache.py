@@ -48,7 +48,9 @@ def test_a_product_that_is_none_any_more_is_not_found() -> None:
         b'[{"of": {}, "seconds": {"blocks": "1"}}]',
     ],
 )
-def test_a_damaged_file_is_told_and_replaced(damaged: bytes, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_file_is_reported_and_replaced(
+    damaged: bytes, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file.parent.mkdir()
     file.write_bytes(damaged)
     assert CACHE.read(HERE, NAMES) is None
@@ -58,7 +60,7 @@ def test_a_damaged_file_is_told_and_replaced(damaged: bytes, file: Path, capsys:
     assert capsys.readouterr().err == ""
 
 
-def test_a_place_that_holds_no_files_is_told(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_place_that_holds_no_files_is_reported(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.parent.write_text("no folder")
     CACHE.write(HERE, {"blocks": 1.0})
     assert "warning: times of grouped products cannot be cached (" in capsys.readouterr().err

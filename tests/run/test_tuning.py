@@ -96,7 +96,7 @@ def test_a_run_tunes_itself_without_another_loss_and_keeps_what_it_found(tmp_pat
 
 
 @pytest.mark.usefixtures("stopped_when_chosen")
-def test_a_choice_that_cannot_be_compiled_is_told_and_left_out(tmp_path, monkeypatch, capsys):
+def test_a_choice_that_cannot_be_compiled_is_reported_and_left_out(tmp_path, monkeypatch, capsys):
     class Broken:
         def lower(self, *_: object) -> None:
             raise RuntimeError("out of memory\nand much more")
@@ -109,7 +109,7 @@ def test_a_choice_that_cannot_be_compiled_is_told_and_left_out(tmp_path, monkeyp
     assert [record["chosen_bucket_cap_mb"] for record in records_of(tmp_path, "chosen")] == [0.02]
 
 
-def test_a_run_that_ends_before_its_search_says_so_and_goes_on_with_it(tmp_path, capsys):
+def test_a_run_that_ends_before_its_search_reports_it_and_the_next_one_resumes_it(tmp_path, capsys):
     train(config_in(tmp_path, *EIGHT, *TUNED[:-1], "train.steps=9"))
     unfinished = (
         "search not finished: 1 of 2 samples, so nothing is chosen; it needs more steps, and continues with the run"

@@ -15,7 +15,7 @@ from moe_jax.run.setup import Programs, Run, compile_programs
 
 
 def config_of(folder: Path, settings: Mapping[str, Any], *overrides: str) -> Config:
-    """Of a run in its folder."""
+    """The config of a run in its folder."""
     folder.mkdir(exist_ok=True)
     (folder / "experiment.yaml").write_text(json.dumps(settings))
     return load_config(folder / "experiment.yaml", [f"log.dir={folder}", *overrides])

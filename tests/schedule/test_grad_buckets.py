@@ -44,7 +44,7 @@ def test_more_buckets_than_a_compiler_can_take_are_refused_with_a_size_that_work
 
 @pytest.mark.parametrize("kinds", MIXED)
 @pytest.mark.parametrize(("policy", "degree"), POLICIES)
-def test_reducing_behind_the_backward_pass_is_never_better(kinds, policy, degree):
+def test_reducing_after_the_backward_pass_is_never_better(kinds, policy, degree):
     """FlowMoE, theorem 1: between exchanges a reduction delays them by its time at most, and is gone at the end."""
     for weight_grad in ("inline", "greedy"):
         for seed in range(3):

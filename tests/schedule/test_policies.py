@@ -63,7 +63,7 @@ def test_an_unknown_policy_is_answered_with_the_known_ones():
         make_shape("unifed", ["moe"])
 
 
-def test_a_block_is_reduced_at_once_but_behind_every_pending_exchange():
+def test_a_block_is_reduced_at_once_but_after_every_pending_exchange():
     for schedule in schedules(seed=12) + schedules(seed=13):
         needs, actions = task_graph(schedule.shape), schedule.actions
         for i, action in enumerate(actions):
@@ -78,7 +78,7 @@ def test_a_block_is_reduced_at_once_but_behind_every_pending_exchange():
 
 
 @pytest.mark.parametrize("grad_reduce", GRAD_REDUCES)
-def test_an_expert_starts_behind_its_own_dispatch_and_gather(grad_reduce):
+def test_an_expert_starts_after_its_own_dispatch_and_gather(grad_reduce):
     """A chunk's gather after the last dispatch would make the first expert wait for all of them."""
     shape = make_shape("expert_pipeline", ["moe"], 2, sharded_experts=True, grad_reduce=grad_reduce)
     text = str(make_schedule("expert_pipeline", shape, nominal(shape).of(shape)))

@@ -27,7 +27,7 @@ def looped(name: str, seed: int, policy: str, degree: int, **rest: object) -> tu
 
 @pytest.mark.parametrize("name", DEEP)
 @pytest.mark.parametrize(("policy", "degree"), POLICIES)
-def test_every_task_runs_once_and_behind_what_it_needs(name, policy, degree):
+def test_every_task_runs_once_and_after_what_it_needs(name, policy, degree):
     for seed, (weight_grad, grad_reduce) in enumerate(REDUCES):
         for rest in ({}, {"tied": True}, {"local_experts": True}):
             schedule, parts = looped(

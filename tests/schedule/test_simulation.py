@@ -54,7 +54,7 @@ def slow_spans(schedule: Schedule, needs: Needs, seconds: Seconds, rank_of: Call
 
 @pytest.mark.parametrize("rank_of", [in_list_order, exchanges_first])
 @pytest.mark.parametrize("schedule", SCHEDULES[::4], ids=lambda each: f"{each.policy}-{each.shape.grad_reduce}")
-def test_tasks_start_and_end_when_the_slow_reference_says_in_the_same_order(
+def test_tasks_start_and_end_as_in_the_slow_reference_in_the_same_order(
     schedule: Schedule, rank_of: Callable[[Action], int]
 ) -> None:
     needs, costs = task_graph(schedule.shape), random_costs(1, schedule.shape).of(schedule.shape)

@@ -21,7 +21,7 @@ def shape_with(slots: int, host: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def any_bits(shape: jax.ShapeDtypeStruct, seed: int) -> jax.Array:
-    """Of 32 bits all patterns; of 16 numbers of all sizes, as CPUs do not copy signalling NaNs as they are."""
+    """All patterns of 32 bits; for 16 bits numbers of all sizes, as CPUs do not copy signalling NaNs as they are."""
     source = np.random.default_rng(seed)
     if shape.dtype.itemsize == 2:
         numbers = source.standard_normal(shape.shape) * 2.0 ** source.integers(-120, 120, shape.shape)

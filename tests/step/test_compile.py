@@ -59,7 +59,7 @@ def command(*arguments: str, folder: Path, **environ: str) -> str:
 
 
 def test_the_program_that_a_run_trains_is_the_one_that_the_report_shows(tmp_path: Path) -> None:
-    """Of the real commands: fingerprint, and every instruction of the scheduled program."""
+    """For the real commands: fingerprint, and every instruction of the scheduled program."""
     own = ["log.dir=run", "log.trace_step=2", "train.steps=2", "train.eval_every=0", "log.sample_tokens=0"]
     text = f"data.path={ROOT / 'configs' / 'text' / 'shakespeare.txt'}"
     config = str(ROOT / "configs" / "shakespeare_cpu.yaml")
@@ -225,7 +225,7 @@ def trainer_on(kind: str, step_kind: StepKindName) -> Any:
     return SimpleNamespace(mesh=SimpleNamespace(devices=devices), kind=SimpleNamespace(facts=STEP_FACTS[step_kind]))
 
 
-def test_a_run_tells_when_it_compiles_without_estimated_times(
+def test_a_run_reports_when_it_compiles_without_estimated_times(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert target_here(trainer_on("NVIDIA H200", "scheduled")) == H200
@@ -244,7 +244,7 @@ def test_a_run_tells_when_it_compiles_without_estimated_times(
     )
 
 
-def test_jaxs_own_profiles_are_switched_off_and_that_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_jaxs_own_profiles_are_switched_off_and_that_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     jax.config.update("jax_enable_pgle", True)
     switch_off_pgle()
     assert not jax.config.jax_enable_pgle

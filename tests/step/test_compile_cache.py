@@ -99,7 +99,7 @@ def test_a_later_program_is_compiled_once_begun_or_asked_for() -> None:
         assert len(lowered) == 2, "once for each that is wanted"
 
 
-def test_what_stops_a_later_program_is_told_to_whoever_waits() -> None:
+def test_what_stops_a_later_program_is_reported_to_all_that_wait() -> None:
     def lower() -> Lowered:
         raise ConfigError("model.hidden_size=0")
 

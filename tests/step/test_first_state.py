@@ -26,7 +26,7 @@ def test_devices_that_draw_parts_get_the_same_numbers(data: int, expert: int) ->
 
 
 def test_numbers_are_the_same_with_all_optimisations() -> None:
-    """Of one block: LLVM compiles the generator once for each array."""
+    """Checked for one block: LLVM compiles the generator once for each array."""
     few_arrays = {"num_layers": 1, "activation": "gelu", "tie_word_embeddings": True}
     model = small_config(1, 1, model=few_arrays, moe_layer_freq=1).model
     few, all_of_them = (

@@ -36,7 +36,7 @@ plain_step = functools.cache(functools.partial(step, {}))
 
 
 def distance(a, b) -> float:
-    """Of two trees, relative to the second."""
+    """The distance of two trees, relative to the second."""
     a, b = (np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]) for tree in (a, b))
     return np.linalg.norm(a - b) / np.linalg.norm(b)
 

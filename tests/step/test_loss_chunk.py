@@ -29,7 +29,7 @@ def in_chunks(config: Config, tokens: int) -> Config:
     ids=["scheduled"],
 )
 def test_loss_and_gradients_equal_the_reference(config, least, monkeypatch):
-    """Of 12 tokens at once, in chunks of 4; `least`: tasks keep what they keep on TPUs."""
+    """For 12 tokens, at once and in chunks of 4; `least`: tasks store what they store on TPUs."""
     monkeypatch.setattr(StepDims, "min_cut_remat", least)
     assert_equals_reference(in_chunks(config, 5))
 

@@ -26,7 +26,7 @@ def test_numbers_are_rounded_to_a_neighbour_and_not_at_all_where_they_can_stay()
 
 
 def test_a_mean_follows_gradients_that_rounding_to_the_nearest_loses() -> None:
-    """Of 1 and 1.1 with weights 0.99 and 0.01, the nearest number is 1 in every step."""
+    """The mean of 1 and 1.1 with weights 0.99 and 0.01 rounds to 1 in every step."""
 
     def after(steps: int, rounded: bool) -> float:
         def step(number: jax.Array, mean: jax.Array) -> jax.Array:

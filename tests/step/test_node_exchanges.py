@@ -45,7 +45,7 @@ def test_without_several_nodes_of_several_ranks_it_is_the_flat_one(name):
     assert computation(8, algorithm="ring", ranks_per_node=8).exchange == "ring"
 
 
-def test_ranks_know_their_node_as_given_or_as_devices_tell():
+def test_ranks_know_their_node_as_given_or_as_devices_report():
     assert computation(4, ranks_per_node=2).route.ranks.per_node == 2
     assert computation(4).route.ranks.per_node == 4
     with pytest.raises(ConfigError, match=r"ranks_per_node=4 does not divide mesh\.expert=2: use 1 or 2"):

@@ -63,7 +63,7 @@ def test_stages_are_as_long_as_each_other_with_the_head(blocks, stages, head, si
 
 
 def test_evaluation_and_samples_see_the_blocks_in_their_order():
-    """Of chunks, the shorter ones of which leave rows unused."""
+    """For chunks, the shorter ones of which leave rows unused."""
     config, plain = (
         config_of((stages, 1, 2), "tied", 2, PIPELINES[name]) for stages, name in [(2, "interleaved"), (1, "1f1b")]
     )
@@ -79,7 +79,7 @@ def test_evaluation_and_samples_see_the_blocks_in_their_order():
 
 
 def test_one_forward_one_backward_keeps_less_than_gpipe():
-    """Of 8 microbatches at most 2 on 2 stages, whatever else the step needs."""
+    """At most 2 of 8 microbatches on 2 stages, whatever else the step needs."""
     temporaries = {}
     for name in ("gpipe", "1f1b"):
         config = small_config(

@@ -47,7 +47,7 @@ def other_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[np.ndarray], Non
     return answer
 
 
-def test_processes_with_the_same_times_go_on(tmp_path: Path, other_process: Callable) -> None:
+def test_processes_with_the_same_times_continue(tmp_path: Path, other_process: Callable) -> None:
     config = timed(tmp_path / "times.json", 1)
     mesh = mesh_of(config)
     other_process(lambda own: own)
@@ -62,7 +62,9 @@ def test_processes_with_other_times_are_refused(tmp_path: Path, other_process: C
         make_plan(config, mesh)
 
 
-def test_a_process_that_cannot_read_its_times_tells_the_others_first(tmp_path: Path, other_process: Callable) -> None:
+def test_a_process_that_cannot_read_its_times_reports_to_the_others_first(
+    tmp_path: Path, other_process: Callable
+) -> None:
     """Else these would wait for it."""
     reported = []
     config = timed(tmp_path / "times.json", 1)

@@ -32,7 +32,7 @@ RATE, STEPS = 0.25, 3
 
 
 def biases(state: dict[str, Any], config: Config) -> np.ndarray:
-    """Of all blocks with experts, from the bottom up."""
+    """The biases of all blocks with experts, from the bottom up."""
     params = in_order(state["params"], Stages.of(config))
     return np.array([block["moe"]["score_bias"] for block in block_params(params, config.model) if "moe" in block])
 

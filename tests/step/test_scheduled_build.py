@@ -1,4 +1,4 @@
-"""The step that is emitted from a schedule: the function stays the same, whatever is cut, moved and reordered."""
+"""The step that is built from a schedule: the function stays the same, whatever is cut, moved and reordered."""
 
 import dataclasses
 import functools

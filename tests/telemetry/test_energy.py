@@ -81,7 +81,7 @@ def test_a_count_that_fails_later_ends_no_run(tmp_path, capsys) -> None:
     assert "energy_j_per_step" not in (tmp_path / "metrics.jsonl").read_text()
 
 
-def test_a_run_goes_on_without_what_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_continues_without_what_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert energy_counter(jax.local_devices()) is None
     monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
     assert energy_counter(GPUS) is None

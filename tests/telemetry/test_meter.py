@@ -307,7 +307,7 @@ def test_a_rate_is_of_a_tenth_of_a_second_at_least(clock):
     assert all(record["step_s"] == pytest.approx(0.01, rel=0.1) for record in records[10:])
 
 
-def test_no_model_flop_utilisation_above_one_is_recorded_and_that_is_said_once(clock):
+def test_no_model_flop_utilisation_above_one_is_recorded_and_that_is_reported_once(clock):
     flops = BATCH * LENGTH * train_flops_per_token(ModelConfig(), LENGTH)
     records = rates(every=1, ends=[(101, False), (101.5, False), (102, False), (104, False)], rate=flops)
     assert [record.get("mfu") for record in records] == [1, None, None, 0.5]

@@ -70,14 +70,14 @@ def looked(train_settings: TrainConfig, losses: list[float], bad: tuple[int, ...
     return steps, output
 
 
-def test_spikes_are_told_by_the_median_of_the_losses_before():
+def test_spikes_are_reported_by_the_median_of_the_losses_before():
     losses = [float("inf"), *[2.0] * 7, 5.0, 2.0, 5.0, 3.9, 2.0]
     steps, output = looked(TrainConfig(spike_factor=2), losses)
     assert output == ["step 11: loss 5 is 2.50 × the median of the last 9 (train.spike_factor=2)"]
     assert steps.counts() == {"bad_steps": 0, "loss_spikes": 1}
 
 
-def test_a_run_of_bad_steps_is_told_once_and_a_good_one_ends_it():
+def test_a_run_of_bad_steps_is_reported_once_and_a_good_one_ends_it():
     nan = float("nan")
     steps, output = looked(TrainConfig(), [1.0, nan, nan, 1.0, nan], bad=(2, 3, 5))
     left = "parameters, optimizer and balance are left as they were (1 of 3 in a row)"

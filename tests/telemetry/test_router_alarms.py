@@ -37,7 +37,7 @@ def run(loads: list[list[list[float]]], every: int = 1, **settings) -> Told:
     return log
 
 
-def test_an_unused_expert_is_told_once_until_it_is_used() -> None:
+def test_an_unused_expert_is_reported_once_until_it_is_used() -> None:
     both, one, none = [THREE, THREE], [EVEN, THREE], [EVEN, EVEN]
     log = run([none, both, both, both, one, none, one, one, one], alarm_unused_steps=3)
     text = "no token has chosen 1 of 4 experts (3) for log.alarm_unused_steps=3 steps"
@@ -64,14 +64,14 @@ def test_counting_starts_no_program_on_the_devices() -> None:
             alarms.count(load_ME)
 
 
-def test_an_uneven_load_is_told_once_until_it_is_even_enough() -> None:
+def test_an_uneven_load_is_reported_once_until_it_is_even_enough() -> None:
     log = run([[EVEN, ONE], [ONE, ONE], [EVEN, THREE]], alarm_unused_steps=None, alarm_entropy=0.7)
     text = "the load's entropy is 0.00 of an even one's, below log.alarm_entropy=0.7"
     assert log.warnings == [f"step 1: block 3: {text}", f"step 2: block 1: {text}"]
     assert log.reported == [f"step 3: block {block} has recovered: its load is more even" for block in (1, 3)]
 
 
-def test_nobody_is_told_where_no_alarm_is_wanted() -> None:
+def test_nothing_is_reported_where_no_alarm_is_wanted() -> None:
     assert run([[ONE, ONE]] * 3, alarm_unused_steps=None) == []
 
 

@@ -44,7 +44,7 @@ def log_in(folder, quiet: bool = False) -> RunLog:
 RECORD = {"step": 1, "loss": 2.0, "grad_norm": float("nan"), "expert_load": [0.5, 0.5], "step_s": 0.1}
 
 
-def test_a_run_gets_finite_scalars_and_goes_on_as_the_same_run(wandb, tmp_path):
+def test_a_run_gets_finite_scalars_and_resumes_as_the_same_run(wandb, tmp_path):
     with log_in(tmp_path / "run") as log:
         log.write(RECORD)
     with pytest.raises(KeyboardInterrupt), log_in(tmp_path / "run"):
@@ -90,7 +90,7 @@ def test_a_logger_that_fails_ends_no_run(wandb, tmp_path, monkeypatch, capsys):
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_a_missing_package_is_told_before_anything_is_done(monkeypatch):
+def test_a_missing_package_is_reported_before_anything_is_done(monkeypatch):
     check_wandb(None)
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError) as refusal:
