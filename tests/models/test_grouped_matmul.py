@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from moe_jax.config import Config, ModelConfig, MoEConfig, TrainConfig
-from moe_jax.config.grouped_products import KERNELS, Passes
+from moe_jax.config.grouped_products import KERNELS, PassKernels
 from moe_jax.errors import ConfigError
 from moe_jax.measure.hlo import Instruction
 from moe_jax.models import grouped_kernel, grouped_tokamax
@@ -35,7 +35,7 @@ def interpreted(name: str, product: GroupedProduct) -> GroupedProduct:
     """The product with kernels that run without its device."""
     if name not in INTERPRETED:
         return product
-    passes = {each: functools.partial(getattr(product, each), interpret=True) for each in Passes._fields}
+    passes = {each: functools.partial(getattr(product, each), interpret=True) for each in PassKernels._fields}
     return product._replace(**passes)
 
 
