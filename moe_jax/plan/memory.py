@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from moe_jax.config import Config
 from moe_jax.errors import ConfigError
-from moe_jax.plan.activation_memory import DeviceSizes, Mode, is_fused, mode_of, sizes_of, stored_bytes
+from moe_jax.plan.activation_memory import DeviceSizes, Mode, is_fused, mode_of, mtp_bytes, sizes_of, stored_bytes
 from moe_jax.plan.compilers import COMPILERS
 from moe_jax.plan.gradients import ITEM_BYTES, moment_bytes, own_parameters
 from moe_jax.plan.orthogonalizing import orthogonalizing_bytes
@@ -172,12 +172,4 @@ def _stored_by_blocks(config: Config, sizes: DeviceSizes, mode: Mode, in_product
     if facts.keeps_weight_casts and mode in ("all", "fused") and config.optimizer.zero < 3:
         total += sizes.item * in_products  # weight casts are stacked like activations
     total = total / period_of(config) if facts.remat_unit == "period" and mode == "full" else total
-    return total + _stored_by_mtp(config, sizes)
-
-
-def _stored_by_mtp(config: Config, sizes: DeviceSizes) -> float:
-    """Bytes that multi-token prediction stores besides its block's own: embeddings of next tokens, the features of the
-    decoder's last block, and both joined.
-    """
-    width = 4 * config.model.hidden_size * config.model.num_nextn_predict_layers
-    return sizes.item * sizes.own_tokens * width
+    return total + mtp_bytes(config, sizes)
