@@ -702,14 +702,6 @@ REFUSED = {
         )
         for name in ("record_routing", "replay_routing")
     },
-    "model.num_nextn_predict_layers=1 mesh.pipeline=2": (
-        "model.num_nextn_predict_layers=1 is not for the ticks of a pipeline, and mesh.pipeline=2: use "
-        "mesh.pipeline=1, or model.num_nextn_predict_layers=0"
-    ),
-    "model.num_nextn_predict_layers=1 schedule.pipeline=coscheduled train.grad_accumulation=2": (
-        "model.num_nextn_predict_layers=1 is not for the ticks of a pipeline, and schedule.pipeline=coscheduled: use "
-        "schedule.pipeline=1f1b, or model.num_nextn_predict_layers=0"
-    ),
     "mesh.pipeline=4 train.grad_accumulation=32768": (
         "mesh.pipeline=4 × train.grad_accumulation=32768 × schedule.virtual_stages=1 are 131072 passes, more than "
         "65536: use train.grad_accumulation=16384 or fewer"

@@ -65,7 +65,7 @@ def _runs(blocks: Sequence[tuple[str, AttentionView]], period: int) -> Iterator[
 
 def check_blocks(model: ModelConfig, stages: int, chunks: int = 1) -> None:
     """Raise ConfigError if a model has too few blocks for this number of stages and of chunks in each stage."""
-    periods = sum(segment.repeats for segment in segments(model))
+    periods = sum(segment.repeats for segment in decoder_segments(model))
     if periods < stages * chunks:
         cut = f" × schedule.virtual_stages={chunks} = {stages * chunks}" if chunks > 1 else ""
         raise ConfigError(
@@ -87,12 +87,15 @@ class GroupBlock(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """The assignment of a model's blocks to pipeline stages, as groups from the bottom up."""
+    """The assignment of a model's blocks to pipeline stages, as groups from the bottom up.
+
+    The block of multi-token prediction belongs to no group. It runs with the head, and is stored above the last group.
+    """
 
     model: ModelConfig
     stages: int
     chunks: int  # model chunks of a stage
-    head_blocks: int = 0  # the head costs as much as this many periods
+    head_blocks: int = 0  # the head costs as much as this many periods, without multi-token prediction
 
     @staticmethod
     def of(config: Config) -> "Stages":
@@ -104,12 +107,23 @@ class Stages:
     @functools.cached_property
     def groups(self) -> tuple[tuple[GroupBlock, ...], ...]:
         """The blocks of every group."""
-        periods = [
-            (number, segment) for number, segment in enumerate(segments(self.model)) for _ in range(segment.repeats)
-        ]
-        sizes = _sizes(len(periods), self.stages * self.chunks, self.head_blocks)
+        decoder = enumerate(decoder_segments(self.model))
+        periods = [(number, segment) for number, segment in decoder for _ in range(segment.repeats)]
+        sizes = _sizes(len(periods), self.stages * self.chunks, self.head_blocks + self.model.has_mtp)
         ends = list(itertools.accumulate(sizes))
         return tuple(_group_blocks(periods[end - size : end]) for size, end in zip(sizes, ends, strict=True))
+
+    @functools.cached_property
+    def mtp(self) -> tuple[GroupBlock, ...]:
+        """The block of multi-token prediction, if the model has it."""
+        if not self.model.has_mtp:
+            return ()
+        return _group_blocks([(len(segments(self.model)) - 1, segments(self.model)[-1])])
+
+    @functools.cached_property
+    def _stored(self) -> tuple[tuple[GroupBlock, ...], ...]:
+        """The blocks that are stored with each group."""
+        return (*self.groups[:-1], self.groups[-1] + self.mtp)
 
     @functools.cached_property
     def most_of_kind(self) -> dict[str, int]:
@@ -137,7 +151,9 @@ class Stages:
     def rows(self) -> tuple[int, ...]:
         """The number of rows of each segment that the stacked arrays reserve for a group."""
         return tuple(
-            max(1 + max((block.row for block in group if block.segment == number), default=-1) for group in self.groups)
+            max(
+                1 + max((block.row for block in group if block.segment == number), default=-1) for group in self._stored
+            )
             for number in range(len(segments(self.model)))
         )
 
@@ -146,7 +162,7 @@ class Stages:
         per_chunk = self.rows[segment]
         return tuple(
             (group % self.stages * self.chunks + group // self.stages) * per_chunk + block.row
-            for group, blocks in enumerate(self.groups)
+            for group, blocks in enumerate(self._stored)
             for block in blocks
             if block.segment == segment and block.place == 0
         )

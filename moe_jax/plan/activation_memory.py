@@ -285,6 +285,14 @@ def _latent_bytes(sizes: DeviceSizes, model: ModelConfig, mode: Mode) -> float:
     return total
 
 
+def mtp_bytes(config: Config, sizes: DeviceSizes) -> float:
+    """Bytes that multi-token prediction stores besides its block's own: embeddings of next tokens, the features of the
+    decoder's last block, and both joined.
+    """
+    width = 4 * config.model.hidden_size * config.model.num_nextn_predict_layers
+    return sizes.item * sizes.local_tokens * width
+
+
 class _DeferredCounts(NamedTuple):
     """Counts of values that a block stores for deferred weight gradients, in addition to forward activations."""
 

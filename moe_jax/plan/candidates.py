@@ -139,8 +139,7 @@ def meshes(draft: Draft, cluster: Cluster) -> Iterator[dict[str, int]]:
         "context": [size for size in sizes if size == 1 or draft.data.seq_len % (2 * size * _PIECE) == 0],
         "tensor": [size for size in sizes if size <= cluster.node_devices],
         "expert": [size for size in sizes if experts % size == 0],
-        # multi-token prediction is not for stages
-        "pipeline": [size for size in sizes if size <= (1 if draft.model.has_mtp else max(draft.model.num_layers, 1))],
+        "pipeline": [size for size in sizes if size <= max(draft.model.num_layers, 1)],
         "data": sizes,
     }
     for axis, size in draft.mesh.sizes.items():

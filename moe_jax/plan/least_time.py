@@ -20,7 +20,7 @@ from moe_jax.config.layer_layout import GroupBlock
 from moe_jax.config.registry import POLICY_FACTS
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.estimate import update_seconds
-from moe_jax.plan.pass_times import ChunkTimes, Ends, PassTime, PassTimes
+from moe_jax.plan.pass_times import ChunkTimes, Ends, PassTime, PassTimes, sum_of
 from moe_jax.plan.pipelined import PipelinedStep
 from moe_jax.plan.step_times import Step
 from moe_jax.schedule.actions import Action
@@ -82,14 +82,16 @@ class LeastPassTimes(PassTimes):
 
     @functools.cached_property
     def ends(self) -> Ends:
-        """The durations of embedding and head."""
+        """The least durations of embedding and head."""
         model, seconds = self._step.config.model, self._blocks.seconds
         added_s = self._step.adding_s(model.hidden_size * model.vocab_size)
-        return Ends(
-            seconds("embed", "F"),
-            seconds("head", "FBW") + added_s,
-            seconds("embed", "B") + added_s,
-        )
+        head_s, passes = seconds("head", "FBW") + added_s, list[PassTime]()
+        if model.has_mtp:
+            kinds = self._segments[-1].kinds
+            head_s += self._added_s(kinds)
+            passes = [self._blocks.pass_time(kinds, "F"), self._blocks.pass_time(kinds, "B", weights=True)]
+        head = sum_of(PassTime(head_s, head_s, 0.0), *passes)
+        return Ends(seconds("embed", "F"), head, seconds("embed", "B") + added_s)
 
     def _least_of(self, kinds: tuple[str, ...]) -> ChunkTimes:
         blocks, added_s = self._blocks, self._added_s(kinds)

@@ -27,12 +27,27 @@ from moe_jax.config import Config, ModelConfig
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.registry import PIPELINE_FACTS
 from moe_jax.errors import ConfigError
-from moe_jax.plan.activation_memory import DeviceSizes, Mode, deferred_bytes, is_fused, mode_of, sizes_of, stored_bytes
+from moe_jax.plan.activation_memory import (
+    DeviceSizes,
+    Mode,
+    deferred_bytes,
+    is_fused,
+    mode_of,
+    mtp_bytes,
+    sizes_of,
+    stored_bytes,
+)
 from moe_jax.plan.compilers import COMPILERS
 from moe_jax.plan.gradients import ITEM_BYTES, moment_bytes, own_parameters, params_by_group
 from moe_jax.plan.orthogonalizing import orthogonalizing_bytes
 from moe_jax.plan.param_gathers import gathered_parameter_bytes, shard_cast_bytes
-from moe_jax.plan.resources import count_parameters, owned_parameters, parameters_per_device
+from moe_jax.plan.resources import (
+    count_parameters,
+    owned_by_kind,
+    owned_parameters,
+    parameters_per_device,
+    with_mtp_input,
+)
 from moe_jax.plan.stage_parameters import stage_parameters_of
 from moe_jax.plan.work import ITEM_BYTES as CAST_BYTES
 from moe_jax.plan.workspace_memory import head_bytes, in_blocks, period_of, working_bytes
@@ -209,15 +224,7 @@ def _stored_by_blocks(config: Config, sizes: DeviceSizes, mode: Mode, in_product
     if facts.keeps_weight_casts and mode in ("all", "fused") and config.optimizer.zero < 3:
         total += sizes.item * in_products  # weight casts are stacked like activations
     total = total / period_of(config) if facts.remat_unit == "period" and mode == "full" else total
-    return total + _stored_by_mtp(config, sizes)
-
-
-def _stored_by_mtp(config: Config, sizes: DeviceSizes) -> float:
-    """Bytes that multi-token prediction stores besides its block's own: embeddings of next tokens, the features of the
-    decoder's last block, and both joined.
-    """
-    width = 4 * config.model.hidden_size * config.model.num_nextn_predict_layers
-    return sizes.item * sizes.local_tokens * width
+    return total + mtp_bytes(config, sizes)
 
 
 def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> StepMemory:
@@ -226,8 +233,9 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
     The step has buffers for the activations of forward passes, as many slots as the table needs, each large enough for
     any model chunk; sums of all gradients; and the workspace of one pass: its activations before they are in their
     slot, the workspace of a block, and a block's gradients before they are added. With `schedule.remat=chunk` slots
-    have a chunk's input and output, and all activations are in the workspace of a backward pass. Compared with XLA's
-    allocations on H100 and v5p in docs/plan.md.
+    have a chunk's input and output, and all activations are in the workspace of a backward pass. The block of
+    multi-token prediction runs in the head's pass, and its activations need no slot. Compared with XLA's allocations
+    on H100 and v5p in docs/plan.md.
 
     Raises ConfigError if stages have too few blocks.
     """
@@ -262,23 +270,22 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
     # sums of gradients and buffers are allocated all the time, and so without gaps
     working += working_bytes(config, sizes, compiler, mode, mesh, blocks)
     ends = sum(params_by_group(params.ends, config, mesh).values())
-    gathered = 4 * ends + sizes.item * (count - ends) if config.optimizer.zero == 3 else 0.0
-    moments: dict[Moment, dict[str, float]] = {
-        "head": {
-            "activations": activations,
-            "gathered": gathered,
-            "gradients": 4 * count,
-            "head": head_bytes(config, sizes, compiler, mode) + 4 * model.vocab_size * model.hidden_size,
-        },
-        "backward": {
-            "activations": activations,
-            "gathered": gathered,
-            "gradients": 4 * count,
-            "working": working,
-        },
-    }
-    moment: Moment = max(moments, key=lambda name: sum(moments[name].values()))
-    found = {name: int(moments[moment].get(name, 0)) for name in TEMPORARIES}
+    held = {"gradients": 4.0 * count}
+    if config.optimizer.zero == 3:
+        held["gathered"] = 4 * ends + sizes.item * (count - ends)
+    of_head = head_bytes(config, sizes, compiler, mode) + 4 * model.vocab_size * model.hidden_size
+    of_mtp = mtp_bytes(config, sizes) + sum(stored_bytes(sizes, model, each.kind, mode, "task") for each in stages.mtp)
+    moments: list[tuple[Moment, dict[str, float]]] = [
+        ("head", held | {"activations": activations + of_mtp, "head": of_head}),
+        ("backward", held | {"activations": activations, "working": working}),
+    ]
+    for each in stages.mtp:
+        block = with_mtp_input(owned_by_kind(model)[each.kind], model)
+        gradients = 4 * sum(params_by_group(block, config, mesh).values())
+        in_block = gradients + working_bytes(config, sizes, compiler, mode, mesh, 1)
+        moments.append(("head", held | {"activations": activations + of_mtp, "working": in_block}))
+    moment, largest = max(moments, key=lambda each: sum(each[1].values()))
+    found = {name: int(largest.get(name, 0)) for name in TEMPORARIES}
     return StepMemory(
         moment=moment,
         parameters=4 * (int(own_parameters(params, config, mesh)) if config.optimizer.zero == 3 else count),

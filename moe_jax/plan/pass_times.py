@@ -41,10 +41,10 @@ class ChunkTimes(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """Seconds of compute at the two ends of the model."""
+    """Durations at the two ends of the model; those of the embedding are compute."""
 
     embedding: float
-    head: float  # forward and backward
+    head: PassTime  # forward and backward, with the block of multi-token prediction
     embedding_back: float
 
 
@@ -79,7 +79,11 @@ class PassTimes:
         head = of("F", "head") + of("B", "head") + (of("W", "head") if shape.split_weight_grad else 0.0)
         model = self._step.config.model
         added_s = self._step.adding_s(model.hidden_size * model.vocab_size)
-        return Ends(of("F", "embed"), head + added_s, of("B", "embed") + added_s)
+        passes = [PassTime(head + added_s, head + added_s, 0.0)]
+        if model.has_mtp:
+            kinds = self._segments[-1].kinds
+            passes += [*self._passes(kinds)[:3], PassTime(self._added_s(kinds), self._added_s(kinds), 0.0)]
+        return Ends(of("F", "embed"), sum_of(*passes), of("B", "embed") + added_s)
 
     def timeline(self, group: Sequence[GroupBlock]) -> Timeline:
         """The timeline of one part of the batch on a stage.
@@ -123,7 +127,8 @@ class PassTimes:
             kinds, config, step.mesh, step.device.platform, self._split, self._pairs, step.measured.compute
         )
 
-    def _simulate(self, kinds: tuple[str, ...]) -> ChunkTimes:
+    def _passes(self, kinds: tuple[str, ...]) -> ChunkTimes:
+        """The durations of the passes of a chunk with these blocks that neither recompute nor add gradients."""
         orders = self._orders(kinds)
         shape, together = orders.shape, [action for _, action in orders.together]
         seconds = self._step.task_seconds(
@@ -139,11 +144,14 @@ class PassTimes:
             end_s = max((span.end_s for span in spans.values()), default=0.0)
             return PassTime(end_s, busy[Stream.COMPUTE], busy[Stream.COMMUNICATION])
 
-        found = ChunkTimes(
+        return ChunkTimes(
             simulated(orders.forward), simulated(orders.backward), simulated(orders.weight), simulated(together)
         )
+
+    def _simulate(self, kinds: tuple[str, ...]) -> ChunkTimes:
+        found = self._passes(kinds)
         if self._step.config.schedule.remat == "chunk":  # its forward pass is run again
-            repeated = {name: _after(found.forward, getattr(found, name)) for name in ("backward", "together")}
+            repeated = {name: sum_of(found.forward, getattr(found, name)) for name in ("backward", "together")}
             found = found._replace(**repeated)
         added_s = self._added_s(kinds)
         longer = {
@@ -167,8 +175,9 @@ def _repeats(group: Sequence[GroupBlock]) -> tuple[tuple[int, int], ...]:
     return tuple(found.items())
 
 
-def _after(first: PassTime, second: PassTime) -> PassTime:
-    return PassTime(*map(sum, zip(first, second, strict=True)))
+def sum_of(*passes: PassTime) -> PassTime:
+    """Return the duration of passes that run one after the other."""
+    return PassTime(*map(sum, zip(*passes, strict=True)))
 
 
 def _longer(found: PassTime, seconds: float) -> PassTime:

@@ -126,7 +126,7 @@ class PipelinedStep:
         forward, backward, weight = map(self._chunk, (forward_group, backward_group, weight_group))
         ends = self._times.ends
         before_s = ends.embedding if forward_group == 0 else 0.0
-        head_s = ends.head if backward_group == self._top else 0.0
+        head_s = ends.head.seconds if backward_group == self._top else 0.0
         after_s = ends.embedding_back if backward_group == 0 else 0.0
         weight_s = weight.weight.seconds if weight else 0.0
         together_s = None
@@ -160,8 +160,8 @@ class PipelinedStep:
         for number in range(self.stages.chunks):
             group = self.stages.group(stage, number)
             chunk, ends = self._times.chunk(self.stages.groups[group]), self._times.ends
-            passes = (chunk.forward, chunk.backward, chunk.weight)
-            compute += sum(each.compute for each in passes) + (ends.head if group == self._top else 0.0)
+            passes = [chunk.forward, chunk.backward, chunk.weight, *([ends.head] if group == self._top else [])]
+            compute += sum(each.compute for each in passes)
             compute += ends.embedding + ends.embedding_back if group == 0 else 0.0
             exchange += sum(each.exchange for each in passes)
         return self.parts * compute, self.parts * exchange

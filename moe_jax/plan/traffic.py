@@ -43,10 +43,11 @@ def traffic(config: Config, cluster: Cluster) -> dict[str, float]:
             "context": len(kinds) * passed * (2 * item + (ITEM_BYTES["float32"] if has_ring(config) else 0)),
         }
 
-    of_stages = [
-        of_blocks([block.kind for chunk in range(stages.chunks) for block in stages.groups[stages.group(stage, chunk)]])
-        for stage in range(stages.stages)
-    ]
+    kinds_of = [list[str]() for _ in range(stages.stages)]
+    for group, blocks in enumerate(stages.groups):
+        kinds_of[group % stages.stages] += [block.kind for block in blocks]
+    kinds_of[-1] += [block.kind for block in stages.mtp]
+    of_stages = list(map(of_blocks, kinds_of))
     found = max(of_stages, key=lambda sent: sum(sent.values()))
     found["pipeline"] = 2 * stages.chunks * step.tokens * model.hidden_size * item if stages.stages > 1 else 0.0
     found = {axis: parts * num_bytes for axis, num_bytes in found.items()}

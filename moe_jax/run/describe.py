@@ -115,7 +115,10 @@ def blocks_text(config: Config) -> str:
     counts = [0] * stages.stages
     for group, blocks in enumerate(stages.groups):
         counts[group % stages.stages] += len(blocks)
-    return f"{text} ({' + '.join(map(str, counts))} on the stages)" if len(counts) > 1 else text
+    if len(counts) == 1:
+        return text
+    of_stages = " + ".join(map(str, counts)) + (" + 1 with the head" if config.model.has_mtp else "")
+    return f"{text} ({of_stages} on the stages)"
 
 
 def router_text(config: Config) -> dict[str, str]:

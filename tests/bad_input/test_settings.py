@@ -13,12 +13,6 @@ CONFIG = [
         "model.num_nextn_predict_layers=2",
         "model.num_nextn_predict_layers=2 must be at most 1",
     ),
-    (
-        "two tokens in stages",
-        "model.num_nextn_predict_layers=1 mesh.pipeline=2",
-        "model.num_nextn_predict_layers=1 is not for the ticks of a pipeline, and mesh.pipeline=2: use "
-        "mesh.pipeline=1, or model.num_nextn_predict_layers=0",
-    ),
     ("no key", "train", "override 'train' is not of the form section.key=value, e.g. train.steps=100"),
     ("a wrong type", "train.steps=many", "train.steps='many' must be a whole number, not text"),
     ("a fraction of a step", "train.steps=0.5", "train.steps=0.5 must be a whole number, not a number"),

@@ -129,10 +129,19 @@ def test_ticks_take_what_the_table_takes_in_lock_step(name, chunks) -> None:
     assert whole["step"] - whole["sums"] == pytest.approx(expected_s, rel=0.02)
 
 
+def test_multi_token_prediction_takes_the_time_of_a_block_and_a_head_on_the_last_stage() -> None:
+    config = config_of()
+    with_mtp = dataclasses.replace(config, model=dataclasses.replace(config.model, num_nextn_predict_layers=1))
+    plain, more = (PassTimes(Step(each, NO_LINKS), split=False, pairs=False) for each in (config, with_mtp))
+    block = plain.chunk(Stages.of(config).groups[-1][:1])
+    taken_s = more.ends.head.seconds - plain.ends.head.seconds
+    assert taken_s >= 0.99 * (block.forward.seconds + block.backward.seconds + plain.ends.head.seconds)
+
+
 def test_the_head_and_sends_make_stages_wait() -> None:
     """A stage with a large head takes longer, and all others wait for it; slow links add to every tick."""
     plain, headed = (PipelinedStep(config_of(vocab=vocab), NO_LINKS, MeasuredTimes({})) for vocab in (8, 32768))
-    head_s = PassTimes(headed.step, split=False, pairs=False).ends.head
+    head_s = PassTimes(headed.step, split=False, pairs=False).ends.head.seconds
     assert headed.seconds["step"] - plain.seconds["step"] >= 0.99 * 8 * head_s
     slow = tuple(dataclasses.replace(level, bytes_per_s=1e8) for level in H100S.levels)
     dense = config_of(stages=8)

@@ -52,7 +52,11 @@ FACTORS: dict[str, dict[str, str]] = {
     },
     "zero": {"zero0": "", "zero1": "optimizer.zero=1"},
     "dtype": {"float32": "", "bfloat16": "train.compute_dtype=bfloat16"},
-    "head": {"whole_loss": "", "loss_chunks": "train.loss_chunk=5"},
+    "head": {
+        "whole_loss": "",
+        "loss_chunks": "train.loss_chunk=5",
+        "mtp": "model.num_nextn_predict_layers=1 train.mtp_loss_scaling_factor=0.3",
+    },
 }
 
 

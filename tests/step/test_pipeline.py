@@ -62,6 +62,17 @@ def test_stages_are_as_long_as_each_other_with_the_head(blocks, stages, head, si
     assert list(map(len, Stages(model, stages, 1, head).groups)) == sizes
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_the_last_stage_stores_the_block_of_multi_token_prediction(chunks: int) -> None:
+    """It counts as a block when blocks are divided, but no pass over blocks runs it, as the head's pass does."""
+    model = small_config(1, 1, model={"num_layers": 12, "num_nextn_predict_layers": 1}, moe_layer_freq=1).model
+    stages = Stages(model, 4, chunks)
+    assert list(map(len, stages.groups)) == ([3, 3, 4, 2] if chunks == 1 else [1, 1, 1, 2, 2, 2, 2, 1])
+    assert sum(map(len, stages.groups)) == 12
+    total, *rows = stages.layout[-1]
+    assert (total, rows) == (4 * chunks, [4 * chunks - 1])
+
+
 def test_evaluation_and_samples_see_the_blocks_in_their_order():
     """For chunks, the shorter ones of which leave rows unused."""
     config, plain = (

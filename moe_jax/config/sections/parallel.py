@@ -98,7 +98,8 @@ class ScheduleConfig(HashedOnce):
     # one's forward pass
     pipeline: PipelineName = "1f1b"
     virtual_stages: int = number(1, Range(1, PARTS))  # groups of blocks of each stage (model chunks)
-    # the head costs as much as this many periods of blocks: the last stage gets that many fewer, but at least one
+    # the head costs as much as this many periods of blocks: the last stage gets that many fewer, but at least one; with
+    # multi-token prediction one fewer besides, as its block runs there
     head_blocks: int = number(0, Range(0, BLOCKS))
 
     @property

@@ -161,13 +161,6 @@ def check_mtp(config: Sections) -> None:
                 f"train.{name}={folder} has the experts of the decoder's blocks, and {_NUMBER}=1: use {_NUMBER}=0, or "
                 f"train.{name}=null"
             )
-    if config.step_facts.has_ticks:
-        stages, order = config.mesh.pipeline, config.schedule.pipeline
-        ticks, cure = ("mesh.pipeline", 1) if stages > 1 else ("schedule.pipeline", "1f1b")
-        raise ConfigError(
-            f"{_NUMBER}=1 is not for the ticks of a pipeline, and {ticks}={stages if stages > 1 else order}: "
-            f"use {ticks}={cure}, or {_NUMBER}=0"
-        )
 
 
 _SMALL = {1: "one expert", 2: "two"}  # numbers of experts, in words

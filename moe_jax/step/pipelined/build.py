@@ -4,6 +4,7 @@ pass.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,11 +26,12 @@ from moe_jax.step.scheduled.build import measured_times
 
 @dataclasses.dataclass(frozen=True)
 class PipelinedPlan:
-    """A table of ticks, and the task orders for each structure of model chunks."""
+    """A table of ticks, and the task orders for each structure of model chunks and for multi-token prediction."""
 
     stages: Stages
     table: Table
     orders: tuple[Orders, ...]
+    mtp: Orders | None = None  # of its block; None: the model has none
 
     @functools.cached_property
     def slots(self) -> Slots:
@@ -103,6 +105,12 @@ class PipelinedPlan:
                     rows[stage, chunk] = below + np.arange(count)
         return rows
 
+    @property
+    def mtp_rows(self) -> NDArray[np.int32]:
+        """The same for the block of multi-token prediction, which is the last: [1], or [0] without experts."""
+        kinds = [member.kind for member in self.stages.mtp]
+        return np.arange(self.stages.model.block_kinds.count("moe"), dtype=np.int32)[-1:][: kinds.count("moe")]
+
     def forward_rows(self) -> TickRow:
         """Return the arrays of a table with forward passes only, each as early as possible."""
         name = "gpipe" if self.table.chunks == 1 else self.table.name
@@ -118,17 +126,15 @@ def make_plan(config: Config, mesh: Mesh) -> PipelinedPlan:
     table = make_table(settings.pipeline, sizes["pipeline"], config.train.grad_accumulation, settings.virtual_stages)
     check_table(table)
     unscheduled = PipelinedPlan(Stages.of(config), table, ())
-    platform = ComputeConfig.of(config, mesh).platform
-    orders = tuple(
-        orders_of(
-            [member.kind for member in structure],
-            config,
-            sizes,
-            platform,
-            table.split_weight_grad,
-            table.has_pairs,
-            measured_times(config),
-        )
-        for structure in unscheduled.structures
-    )
-    return dataclasses.replace(unscheduled, orders=orders)
+    platform, measured = ComputeConfig.of(config, mesh).platform, measured_times(config)
+
+    def orders(blocks: Sequence[GroupBlock], has_pairs: bool) -> Orders:
+        kinds = [member.kind for member in blocks]
+        return orders_of(kinds, config, sizes, platform, table.split_weight_grad, has_pairs, measured)
+
+    mtp = None
+    if blocks := unscheduled.stages.mtp:
+        mtp = orders(blocks, False)
+        mtp = mtp._replace(shape=dataclasses.replace(mtp.shape, mtp=True))
+    chunks = tuple(orders(structure, table.has_pairs) for structure in unscheduled.structures)
+    return dataclasses.replace(unscheduled, orders=chunks, mtp=mtp)

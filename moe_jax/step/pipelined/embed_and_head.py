@@ -1,18 +1,27 @@
-"""The model before the lowest and after the highest block: embedding, last norm and head.
+"""The model before the lowest and after the highest block: embedding, last norm, head, and multi-token prediction.
+
+The block of multi-token prediction runs forward and backward in the head's pass, so its activations need no slots.
 
 b sequences of one microbatch on this device, N local tokens of each, D model width.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from moe_jax.config import ModelConfig
-from moe_jax.models.head import LossTerms
+from moe_jax.models.head import LossTerms, no_loss
 from moe_jax.models.transformer import ComputeConfig, embed
 from moe_jax.parallel.sequence_shards import LocalTokens
 from moe_jax.parallel.trees import Tree
 from moe_jax.schedule.actions import NO_BLOCK, Action
+from moe_jax.step.losses import ObjectiveParts, parts_of
+from moe_jax.step.pipelined.stage_inputs import MTPBlock
 from moe_jax.step.scheduled.executor import Tasks
+from moe_jax.step.scheduled.grad_buckets import Reduction
+from moe_jax.step.scheduled.grad_reduce import GradientReducer
+from moe_jax.step.scheduled.layer_loop import run
 from moe_jax.step.scheduled.scan_residuals import BlockConsts
 from moe_jax.step.scheduled.step_dims import StepDims
 
@@ -31,22 +40,67 @@ def embedding_gradient(
 
 
 def share_of_loss(dims: StepDims, params: Tree, x_bND: jax.Array, tokens: LocalTokens) -> LossTerms:
-    """Return this device's share of the terms of the head's loss."""
+    """Return this device's share of the terms of the head's loss, without multi-token prediction."""
     tasks = _tasks(dims, params, x_bND, tokens)
+    form = tasks.loss_form
+    tasks.loss_form = form._replace(has_mtp=False)
+    tasks.losses = no_loss(tasks.loss_form)
     for r in range(dims.microbatches):
         tasks.forward(Action("F", "head", NO_BLOCK, r))
-    return tasks.losses
+    return tasks.losses._replace(mtp_loss=no_loss(form).mtp_loss)
 
 
-def head_gradients(
-    dims: StepDims, params: Tree, x_bND: jax.Array, tokens: LocalTokens
-) -> tuple[LossTerms, jax.Array, Tree]:
-    """Return this device's share of the terms of the head's loss, and the loss's gradients with respect to the residual
-    stream and the head's parameters.
+class HeadGradients(NamedTuple):
+    """The results of the head's pass."""
+
+    loss: LossTerms  # this device's share
+    dx_bND: jax.Array  # gradient of the residual stream after the decoder's last block
+    grads: Tree  # of the parameters that all stages have
+    mtp: list[Tree]  # of the block of multi-token prediction, if there is one
+    mtp_parts: ObjectiveParts | None  # terms of the objective from its router; None without experts
+
+
+def head_gradients(dims: StepDims, params: Tree, x_bND: jax.Array, tokens: LocalTokens) -> HeadGradients:
+    """Return this device's share of the terms of the head's loss, and the loss's gradients.
 
     Forward and backward alternate part by part, so only one part's logits are in memory at a time.
     """
     tasks = _tasks(dims, params, x_bND, tokens)
+    _run_head(dims, tasks)
+    return HeadGradients(tasks.losses, _joined(dims, tasks.dx), tasks.pullbacks.grads["head", NO_BLOCK], [], None)
+
+
+def head_gradients_with_mtp(
+    dims: StepDims, params: Tree, x_bND: jax.Array, tokens: LocalTokens, mtp: MTPBlock
+) -> HeadGradients:
+    """Return what `head_gradients` does for a loss with multi-token prediction, whose block runs forward before the
+    head, and backward after it. `dims` are those of its block.
+    """
+    model, nothing = dims.config.model, Reduction(vectors=(), shard_specs=(), chunks=())
+    tasks = Tasks(dims, params, mtp.consts, tokens, mtp=mtp.inputs)
+    tasks.x = dict(enumerate(jnp.split(x_bND, dims.microbatches)))
+    sums = GradientReducer((nothing,) * 3, tasks, None)
+
+    def next_embeddings(embedding: jax.Array) -> list[jax.Array]:
+        parts = mtp.inputs.parts(dims.microbatches)
+        return [embed(embedding, part.next_Bn, model, dims.compute) for part in parts]
+
+    embeddings, pullback = jax.vjp(next_embeddings, params["embedding"])
+    tasks.mtp_embedding = dict(enumerate(embeddings))
+    run(mtp.orders.forward, tasks, sums)
+    _run_head(dims, tasks)
+    run([*mtp.orders.backward, *mtp.orders.weight], tasks, sums)
+    (of_embedding,) = pullback([tasks.d_mtp_embedding[r] for r in range(dims.microbatches)])
+    grads = dict(tasks.pullbacks.grads["head", NO_BLOCK])
+    grads["norm"] += tasks.pullbacks.grads["attend", 0]["last_norm"]
+    grads["embedding"] = grads.get("embedding", 0) + of_embedding
+    parts, stats = None, sums.stats()
+    if stats is not None:
+        parts = parts_of(no_loss(tasks.loss_form), stats, sums.count_ME, dims.routed_tokens, model.moe)
+    return HeadGradients(tasks.losses, _joined(dims, tasks.dx), grads, [sums.own(1)], parts)
+
+
+def _run_head(dims: StepDims, tasks: Tasks) -> None:
     for part in range(dims.shape.backward.microbatches):
         back = Action("B", "head", NO_BLOCK, part)
         for r in dims.microbatches_of(back):
@@ -54,8 +108,10 @@ def head_gradients(
         tasks.backward(back)
         if dims.shape.split_weight_grad:
             tasks.weights(back._replace(direction="W"))
-    dx_bND = jnp.concatenate([tasks.dx[r] for r in range(dims.microbatches)])
-    return tasks.losses, dx_bND, tasks.pullbacks.grads["head", NO_BLOCK]
+
+
+def _joined(dims: StepDims, parts: dict[int, jax.Array]) -> jax.Array:
+    return jnp.concatenate([parts[r] for r in range(dims.microbatches)])
 
 
 def _tasks(dims: StepDims, params: Tree, x_bND: jax.Array, tokens: LocalTokens) -> Tasks:

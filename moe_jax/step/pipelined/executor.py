@@ -26,17 +26,22 @@ from moe_jax.parallel.pipeline import (
     to_next,
     to_previous,
 )
-from moe_jax.parallel.sequence_shards import LocalTokens
 from moe_jax.parallel.trees import Grads, Params
 from moe_jax.step.context import StepContext, StepInputs
 from moe_jax.step.losses import ObjectiveParts
 from moe_jax.step.pipelined.buffers import SlotBuffers, get, put, with_own_layout
 from moe_jax.step.pipelined.build import PipelinedPlan
-from moe_jax.step.pipelined.embed_and_head import embedded, embedding_gradient, head_gradients, share_of_loss
+from moe_jax.step.pipelined.embed_and_head import (
+    embedded,
+    embedding_gradient,
+    head_gradients,
+    head_gradients_with_mtp,
+    share_of_loss,
+)
 from moe_jax.step.pipelined.model_chunk import ForwardResult, InputGradient, ModelChunk, RecomputedChunk
-from moe_jax.step.pipelined.stage_params import add_gradients, weights_of, zero_gradients
+from moe_jax.step.pipelined.stage_inputs import StageInputs
+from moe_jax.step.pipelined.stage_params import add_gradients, zero_gradients
 from moe_jax.step.pipelined.tick_table import PASS_SCOPE, TickPass, TickRow, rows_of
-from moe_jax.step.scheduled.scan_residuals import BlockConsts
 from moe_jax.step.scheduled.step_dims import StepDims
 
 
@@ -62,21 +67,17 @@ class PipelineStage:
         config, compute = context.config, context.compute
         self.params, self.plan, self.compute, self._model = params, plan, compute, config.model
         self._loss_form = LossForm.of(config)
-        self.slot_ME = inputs.slot_ME  # placement of all blocks' experts; None: experts in order
-        by_microbatch = functools.partial(_by_microbatch, microbatches=plan.table.microbatches)
-        self.tokens = LocalTokens(*map(by_microbatch, inputs.local_tokens()))
-        document_BN, router_inputs = inputs.document_BN(context), inputs.router_inputs(context)
-        self.document_MbN = None if document_BN is None else by_microbatch(document_BN)
-        self.router_inputs = router_inputs and router_inputs.with_tokens(by_microbatch)
-        _, sequences, length = self.tokens.input_Bn.shape
+        self.inputs = StageInputs(params, inputs, context, plan)
+        sequences, length = self.inputs.shape_bN
         self._x_bND = jax.ShapeDtypeStruct((sequences, length, config.model.hidden_size), jnp.dtype(compute.dtype))
+        sizes = inputs.routed_tokens(context), inputs.loss_divisor(context), sequences * length
+        if plan.mtp is not None:
+            self._mtp_dims = StepDims(config, compute, plan.mtp.shape, *sizes, config.model.num_layers)
         self.chunks: list[ModelChunk | RecomputedChunk] = []
         for number, orders in enumerate(plan.orders):
-            tokens, first_block = sequences * length, plan.first_block(number)
-            sizes = inputs.routed_tokens(context), inputs.loss_divisor(context), tokens
-            dims = StepDims(config, compute, orders.shape, *sizes, first_block)
+            dims = StepDims(config, compute, orders.shape, *sizes, plan.first_block(number))
             consts = jax.eval_shape(
-                functools.partial(self._consts, number), TickPass(*(jnp.int32(0),) * len(TickPass._fields))
+                functools.partial(self.inputs.consts, number), TickPass(*(jnp.int32(0),) * len(TickPass._fields))
             )
             chunk = ModelChunk(dims, orders, self._x_bND, consts)
             is_recomputed = config.schedule.remat == "chunk"
@@ -107,6 +108,7 @@ class PipelineStage:
                 *(head.cross_entropy, nothing, nothing, counts_ME, jnp.zeros(num_moe)),
                 z_loss=head.z_loss,
                 source_loss_S=head.source_loss_S,
+                mtp_loss=head.mtp_loss,
             ),
         )
 
@@ -205,11 +207,11 @@ class PipelineStage:
     # passes
 
     def _embed(self, state: State, work: TickPass) -> State:
-        x_bND = embedded(self.params, self._tokens(work), self._model, self.compute)
+        x_bND = embedded(self.params, self.inputs.tokens(work), self._model, self.compute)
         return state._replace(activations=put(state.activations, x_bND, work.received))
 
     def _forward(self, number: int, state: State, work: TickPass, save: bool) -> State:
-        done = self.chunks[number].forward(get(state.activations, work.received), self._consts(number, work))
+        done = self.chunks[number].forward(get(state.activations, work.received), self.inputs.consts(number, work))
         return self._with_forward(state, work, number, done, save)
 
     def _take(self, number: int, state: State, work: TickPass) -> State:
@@ -222,9 +224,9 @@ class PipelineStage:
         )
         forward, backward = self.chunks[number].together(
             get(state.activations, fwd.received),
-            self._consts(number, fwd),
+            self.inputs.consts(number, fwd),
             get(state.gradients, bwd.received),
-            self._consts(number, bwd),
+            self.inputs.consts(number, bwd),
             residuals,
         )
         # read before they are written to, or they would be copied
@@ -235,26 +237,33 @@ class PipelineStage:
         return self._with_gradients(state._replace(dx_bND=backward.dx_bND), bwd, number, backward.grads)
 
     def _add_forward_loss(self, state: State, work: TickPass) -> State:
-        loss = share_of_loss(self._top.dims, self.params, state.x_bND, self._tokens(work))
+        loss = share_of_loss(self._top.dims, self.params, state.x_bND, self.inputs.tokens(work))
         # x was sent already; if it stayed unchanged, the compiler could hoist this, see `run_if`
         return self._add_loss(state._replace(x_bND=jnp.zeros_like(state.x_bND)), loss)
 
     def _head(self, state: State, work: TickPass) -> State:
         top = self._top_structure
-        x_bND = self._top.output(self._consts(top, work), self._residuals(state, work, top))
-        loss, dx_bND, grads = head_gradients(self._top.dims, self.params, x_bND, self._tokens(work))
-        state = self._add_loss(state, loss)
-        added = {name: state.grads[name] + grad for name, grad in grads.items()}
-        return state._replace(gradients=put(state.gradients, dx_bND, work.received), grads=state.grads | added)
+        x_bND = self._top.output(self.inputs.consts(top, work), self._residuals(state, work, top))
+        tokens, mtp = self.inputs.tokens(work), self.inputs.mtp(work)
+        if mtp is None:
+            done = head_gradients(self._top.dims, self.params, x_bND, tokens)
+        else:
+            done = head_gradients_with_mtp(self._mtp_dims, self.params, x_bND, tokens, mtp)
+        state = self._add_loss(state, done.loss)
+        if done.mtp_parts is not None:
+            state = self._add_parts(state, done.mtp_parts, jnp.asarray(self.plan.mtp_rows))
+        grads = state.grads | {name: state.grads[name] + grad for name, grad in done.grads.items()}
+        grads = add_gradients(grads, self.plan, self.plan.stages.mtp, work.chunk, done.mtp)
+        return state._replace(gradients=put(state.gradients, done.dx_bND, work.received), grads=grads)
 
     def _backward(self, number: int, state: State, work: TickPass) -> State:
         dx_bND, residuals = get(state.gradients, work.received), self._residuals(state, work, number)
-        done = self.chunks[number].backward(dx_bND, self._consts(number, work), residuals)
+        done = self.chunks[number].backward(dx_bND, self.inputs.consts(number, work), residuals)
         return self._with_gradients(state._replace(dx_bND=done.dx_bND), work, number, done.grads)
 
     def _input_gradient(self, number: int, state: State, work: TickPass) -> State:
         dx_bND, residuals = get(state.gradients, work.received), self._residuals(state, work, number)
-        done = self._split_chunk(number).input_gradient(dx_bND, self._consts(number, work), residuals)
+        done = self._split_chunk(number).input_gradient(dx_bND, self.inputs.consts(number, work), residuals)
         return self._with_input_gradient(state, work, number, done, residuals)
 
     def _with_input_gradient(
@@ -270,14 +279,14 @@ class PipelineStage:
         )
 
     def _weight_gradients(self, number: int, state: State, work: TickPass) -> State:
-        chunk, consts = self._split_chunk(number), self._consts(number, work)
+        chunk, consts = self._split_chunk(number), self.inputs.consts(number, work)
         residuals = self._residuals(state, work, number)
         reused = self.saved.read_reused(state.saved, number, work.saved, chunk.buffer_slots)
         buffered = self.weight.read(state.weight, number, work.weight)
         return self._with_gradients(state, work, number, chunk.weight_gradients(consts, residuals, reused, buffered))
 
     def _embed_back(self, state: State, work: TickPass) -> State:
-        grad = embedding_gradient(self.params, self._tokens(work), state.dx_bND, self._model, self.compute)
+        grad = embedding_gradient(self.params, self.inputs.tokens(work), state.dx_bND, self._model, self.compute)
         return state._replace(grads=state.grads | {"embedding": state.grads["embedding"] + grad})
 
     # inputs and outputs of passes
@@ -323,55 +332,34 @@ class PipelineStage:
         assert isinstance(chunk, ModelChunk)
         return chunk
 
-    def _tokens(self, work: TickPass) -> LocalTokens:
-        return LocalTokens(*(get(x_Mbn, work.microbatch) for x_Mbn in self.tokens))
-
-    def _consts(self, number: int, work: TickPass) -> BlockConsts:
-        weights = weights_of(self.params, self.plan, number, work.chunk)
-        slots = self._slots(number, work)
-        document_bN = None if self.document_MbN is None else get(self.document_MbN, work.microbatch)
-        if self.router_inputs is None:
-            return BlockConsts(weights, None, slots, document_bN)
-        below = jnp.asarray(self.plan.stages.first_block)[work.chunk * self.plan.table.stages + stage()]
-        router_inputs = self.router_inputs.with_tokens(lambda x_Mbn: get(x_Mbn, work.microbatch)).above(below)
-        return BlockConsts(weights, router_inputs, slots, document_bN)
-
-    def _slots(self, number: int, work: TickPass) -> dict[int, jax.Array]:
-        if self.slot_ME is None:
-            return {}
-        rows_m = jnp.asarray(self.plan.moe_rows(number))[stage(), work.chunk]
-        blocks = [block for block, member in enumerate(self.plan.structures[number]) if member.kind == "moe"]
-        return {block: get(self.slot_ME, rows_m[m]) for m, block in enumerate(blocks)}
-
     def _residuals(self, state: State, work: TickPass, number: int) -> list[jax.Array]:
         return with_own_layout(self.saved.read(state.saved, number, work.saved), self.compute.platform)
 
     def _with_gradients(self, state: State, work: TickPass, number: int, grads: list[Grads]) -> State:
         with jax.named_scope("add_gradients"):
-            return state._replace(grads=add_gradients(state.grads, self.plan, number, work.chunk, grads))
+            blocks = self.plan.structures[number]
+            return state._replace(grads=add_gradients(state.grads, self.plan, blocks, work.chunk, grads))
 
     def _with_forward(self, state: State, work: TickPass, number: int, done: ForwardResult, save: bool = True) -> State:
         if done.parts is not None:
-            rows_m = jnp.asarray(self.plan.moe_rows(number))[stage(), work.chunk]
-            so_far, own = state.parts, done.parts
-            own = own._replace(
-                count_ME=jnp.zeros_like(so_far.count_ME).at[rows_m].set(own.count_ME),
-                num_dropped_M=jnp.zeros_like(so_far.num_dropped_M).at[rows_m].set(own.num_dropped_M),
-            )
-            parts = jax.tree.map(jnp.add, so_far, own)
-            state = state._replace(parts=parts)
+            state = self._add_parts(state, done.parts, jnp.asarray(self.plan.moe_rows(number))[stage(), work.chunk])
         if save:
             with jax.named_scope("keep_forward"):
                 state = state._replace(saved=self.saved.write(state.saved, number, work.saved, done.residuals))
         return state._replace(x_bND=done.x_bND)
 
+    def _add_parts(self, state: State, own: ObjectiveParts, rows_m: jax.Array) -> State:
+        """Add terms of the objective; `rows_m` are the indices of their blocks among the model's with experts."""
+        so_far = state.parts
+        own = own._replace(
+            count_ME=jnp.zeros_like(so_far.count_ME).at[rows_m].set(own.count_ME),
+            num_dropped_M=jnp.zeros_like(so_far.num_dropped_M).at[rows_m].set(own.num_dropped_M),
+        )
+        return state._replace(parts=jax.tree.map(jnp.add, so_far, own))
+
     def _add_loss(self, state: State, loss: LossTerms) -> State:
-        so_far = LossTerms(state.parts.cross_entropy, state.parts.z_loss, state.parts.source_loss_S)
+        so_far = LossTerms(*(getattr(state.parts, name) for name in LossTerms._fields))
         return state._replace(parts=state.parts._replace(**jax.tree.map(jnp.add, so_far, loss)._asdict()))
-
-
-def _by_microbatch(x_Bn: jax.Array, microbatches: int) -> jax.Array:
-    return x_Bn.reshape(microbatches, -1, x_Bn.shape[1])
 
 
 def _received(state: State, row: TickRow, x_bND: jax.Array) -> State:

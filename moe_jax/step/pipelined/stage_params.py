@@ -1,20 +1,22 @@
 """Read parameters and add gradients of a model chunk's blocks, in the stacked arrays of a stage."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
+from moe_jax.config.layer_layout import GroupBlock
 from moe_jax.parallel.trees import Tree
 from moe_jax.step.pipelined.buffers import get, put
 from moe_jax.step.pipelined.build import PipelinedPlan
 
 
-def weights_of(params: Tree, plan: PipelinedPlan, structure: int, chunk: jax.Array) -> dict[int, Tree]:
-    """Return the parameters of each block of a model chunk."""
+def weights_of(params: Tree, plan: PipelinedPlan, blocks: Sequence[GroupBlock], chunk: jax.Array) -> dict[int, Tree]:
+    """Return the parameters of each of these blocks of a model chunk."""
     weights = {}
-    for block, member in enumerate(plan.structures[structure]):
-        take = functools.partial(get, place=_row(plan, structure, block, chunk))
+    for block, member in enumerate(blocks):
+        take = functools.partial(get, place=_row(plan, member, chunk))
         weights[block] = jax.tree.map(take, params["segments"][member.segment][member.place])
     return weights
 
@@ -32,12 +34,14 @@ def zero_gradients(params: Tree, plan: PipelinedPlan) -> Tree:
     return zeros | {"segments": apart}
 
 
-def add_gradients(sums: Tree, plan: PipelinedPlan, structure: int, chunk: jax.Array, new: list[Tree]) -> Tree:
-    """Return the sums with the gradients of a model chunk's blocks added."""
+def add_gradients(
+    sums: Tree, plan: PipelinedPlan, blocks: Sequence[GroupBlock], chunk: jax.Array, new: Sequence[Tree]
+) -> Tree:
+    """Return the sums with the gradients of these blocks of a model chunk added."""
     segments = {segment: dict(places) for segment, places in sums["segments"].items()}
     place = 0 if plan.table.chunks == 1 else chunk
 
-    for block, member in enumerate(plan.structures[structure]):
+    for block, member in enumerate(blocks):
 
         def with_row(grad: jax.Array, rows: list[jax.Array], row: int = member.row) -> list[jax.Array]:
             total = put(rows[row], get(rows[row], place) + grad, place)
@@ -57,8 +61,7 @@ def stack_gradients(sums: Tree) -> Tree:
     return sums | {"segments": jax.tree.map(stacked, sums["segments"], is_leaf=lambda tree: isinstance(tree, list))}
 
 
-def _row(plan: PipelinedPlan, structure: int, block: int, chunk: jax.Array) -> jax.Array | int:
-    member = plan.structures[structure][block]
+def _row(plan: PipelinedPlan, member: GroupBlock, chunk: jax.Array) -> jax.Array | int:
     if plan.table.chunks == 1:
         return member.row
     return chunk * plan.stages.rows[member.segment] + member.row
