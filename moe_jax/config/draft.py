@@ -11,7 +11,8 @@ from moe_jax.config import Config, Sections
 
 PLANNED = frozenset(
     {
-        *("mesh.data", "mesh.expert", "mesh.pipeline", "mesh.tensor", "mesh.context", "mesh.experts_over_context"),
+        *("mesh.data", "mesh.expert", "mesh.pipeline", "mesh.tensor", "mesh.context"),
+        *("mesh.experts_over_context", "mesh.experts_over_tensor"),
         *("schedule.pipeline", "schedule.virtual_stages", "schedule.head_blocks"),
         *("schedule.policy", "schedule.microbatches", "schedule.backward_microbatches", "schedule.expert_chunks"),
         *("schedule.weight_grad", "schedule.grad_reduce", "schedule.bucket_cap_mb", "schedule.remat"),

@@ -160,13 +160,18 @@ def _rule(draft: Draft, cluster: Cluster, sizes: Mapping[str, int]) -> bool:
 
 
 def other_placements(draft: Draft, base: Config) -> Iterator[Config]:
-    """The config with the other placement of experts, if possible.
+    """The config with other placements of experts, as far as they are possible.
 
-    Experts are placed over context ranks, too, or over expert ranks only.
+    Experts are sharded over expert ranks only, or over context ranks or tensor ranks, too.
     """
-    if base.mesh.context > 1:
-        other: Overrides = {"mesh": {"experts_over_context": not base.mesh.experts_over_context}}
-        yield from (each for each in choices(draft, base, [other]) if each != base)
+    axes = [axis for axis in ("context", "tensor") if base.mesh.sizes[axis] > 1]
+    others: list[Overrides] = []
+    for over in itertools.product((False, True), repeat=len(axes)):
+        mesh = {f"experts_over_{axis}": is_over for axis, is_over in zip(axes, over, strict=True)}
+        # tensor ranks that hold whole experts have one form
+        form = {"exchange": {"tensor_form": "o1"}} if mesh.get("experts_over_tensor") else {}
+        others.append({"mesh": mesh, **form})
+    yield from (each for each in choices(draft, base, others) if each != base)
 
 
 def _least_parts(draft: Draft, sizes: Mapping[str, int]) -> list[int]:

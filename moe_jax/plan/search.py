@@ -169,14 +169,19 @@ class PlanSearch:
         for number in sorted(range(len(found.configs)), key=least_s.__getitem__):
             if least_s[number] <= min([limit_s, *map(step_s, tried.values())]):
                 tried[number] = self._candidate(found.configs[number][0])
+        if not tried:
+            return None
         best = min((tried[number] for number in sorted(tried)), key=step_s)
         others = (least for number, least in enumerate(least_s) if number not in tried)
         return best if all(least > step_s(best) for least in others) else None
 
-    def with_other_placements(self, configs: Iterable[Config]) -> list[Candidate]:
-        """The best candidate of each config with the other placement of its experts, if it fits."""
+    def with_other_placements(self, configs: Iterable[Config], limit_s: float = math.inf) -> list[Candidate]:
+        """The best candidate of each config with each other placement of its experts, if it fits.
+
+        Those that take longer than `limit_s` are not simulated.
+        """
         others = (each for config in configs for each in other_placements(self.draft, config))
-        found = (self.best_of(self.fitting(each)) for each in others if self.fits_at_all(each))
+        found = (self.best_of(self.fitting(each), limit_s) for each in others if self.fits_at_all(each))
         return [each for each in found if each]
 
     def _fitting_stages(self, base: Config) -> Iterator[Config]:
@@ -197,7 +202,8 @@ class PlanSearch:
 
         Choices are the placement of experts, then schedules, bucket sizes, and forms over tensor ranks.
         """
-        candidate = min([candidate, *self.with_other_placements([candidate.config])], key=step_s)
+        others = self.with_other_placements([candidate.config], step_s(candidate))
+        candidate = min([candidate, *others], key=step_s)
         # ranges of the forward pass may have more parts than powers of two
         ranges = (scheduled(found.policy, found.parts) for found in best_ranges(candidate.estimate).cut)
         best = self._best_of(self._best_pipeline(candidate), ({"schedule": each} for each in (*schedules(), *ranges)))

@@ -89,9 +89,9 @@ CONFIG = [
         "train.steps=auto",
         "train.steps=auto: nothing chooses it, so give a value (auto is for exchange.context_form, "
         "exchange.tensor_chunks, exchange.tensor_form, mesh.context, mesh.data, mesh.expert, "
-        "mesh.experts_over_context, mesh.pipeline, mesh.tensor, optimizer.zero, schedule.backward_microbatches, "
-        "schedule.bucket_cap_mb, schedule.expert_chunks, schedule.grad_reduce, schedule.head_blocks, "
-        "schedule.microbatches, "
+        "mesh.experts_over_context, mesh.experts_over_tensor, mesh.pipeline, mesh.tensor, optimizer.zero, "
+        "schedule.backward_microbatches, schedule.bucket_cap_mb, schedule.expert_chunks, schedule.grad_reduce, "
+        "schedule.head_blocks, schedule.microbatches, "
         "schedule.pipeline, "
         "schedule.policy, schedule.remat, schedule.virtual_stages, "
         "schedule.weight_grad, train.grad_accumulation)",

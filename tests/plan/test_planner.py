@@ -311,6 +311,18 @@ def test_experts_are_where_a_step_is_fastest(
     assert line.startswith(f"context     experts are cut over {'context and expert ranks' if shared else 'expert'}")
 
 
+def test_experts_go_over_tensor_ranks_where_a_step_is_faster() -> None:
+    """Many narrow experts are exchanged once, instead of to all tensor ranks; a form that shares them excludes that."""
+    settings = ["mesh.tensor=4", "mesh.expert=2", "mesh.data=auto", "mesh.experts_over_tensor=auto"]
+    settings += ["model.moe.num_experts=64", "model.moe.top_k=8", "model.moe.intermediate_size=64", "data.seq_len=1024"]
+    best = plan(load_draft(None, [*SMALL, *settings]), H100S).best
+    assert best.config.mesh.experts_over_tensor
+    other = dataclasses.replace(best.config, mesh=dataclasses.replace(best.config.mesh, experts_over_tensor=False))
+    assert estimate(other, H100S).step_s > best.estimate.step_s
+    shared = plan(load_draft(None, [*SMALL, *settings, "exchange.tensor_form=o2"]), H100S).config
+    assert (shared.mesh.experts_over_tensor, shared.exchange.tensor_form) == (False, "o2")
+
+
 def test_experts_go_over_context_ranks_where_nothing_fits_otherwise() -> None:
     node = find_cluster("h100x8")
     tight = dataclasses.replace(node, device=dataclasses.replace(node.device, memory_bytes=int(1e9)))

@@ -156,6 +156,9 @@ class PipelineStage:
         run = functools.partial(_run, runs)
         state = run("embed", self._embed, state, fwd)
         state = run("head", self._head, state, bwd)
+        if self.compute.platform == "cpu" and self.plan.mtp is not None:  # both passes have collectives
+            forward = [name for name in runs if name.startswith("forward")]
+            runs.update({name: barrier_after(runs[name], state.gradients) for name in forward})
         state = self._of_structures(run, "forward", functools.partial(self._forward, save=True), state, fwd)
         state = self._run_together(run, state, bwd, fwd)
         state = self._of_structures(run, "backward", self._input_gradient, state, bwd)
