@@ -169,7 +169,7 @@ def other_placements(draft: Draft, base: Config) -> Iterator[Config]:
     for over in itertools.product((False, True), repeat=len(axes)):
         mesh = {f"experts_over_{axis}": is_over for axis, is_over in zip(axes, over, strict=True)}
         # tensor ranks that hold whole experts have one form
-        form = {"exchange": {"tensor_form": "o1"}} if mesh.get("experts_over_tensor") else {}
+        form = {"exchange": {"tensor_form": "sharded"}} if mesh.get("experts_over_tensor") else {}
         others.append({"mesh": mesh, **form})
     yield from (each for each in choices(draft, base, others) if each != base)
 

@@ -319,8 +319,8 @@ def test_experts_go_over_tensor_ranks_where_a_step_is_faster() -> None:
     assert best.config.mesh.experts_over_tensor
     other = dataclasses.replace(best.config, mesh=dataclasses.replace(best.config.mesh, experts_over_tensor=False))
     assert estimate(other, H100S).step_s > best.estimate.step_s
-    shared = plan(load_draft(None, [*SMALL, *settings, "exchange.tensor_form=o2"]), H100S).config
-    assert (shared.mesh.experts_over_tensor, shared.exchange.tensor_form) == (False, "o2")
+    shared = plan(load_draft(None, [*SMALL, *settings, "exchange.tensor_form=sharded_chunked"]), H100S).config
+    assert (shared.mesh.experts_over_tensor, shared.exchange.tensor_form) == (False, "sharded_chunked")
 
 
 def test_experts_go_over_context_ranks_where_nothing_fits_otherwise() -> None:
