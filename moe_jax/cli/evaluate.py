@@ -16,9 +16,10 @@ import jax
 
 from moe_jax.checkpoint.compatibility import check_same_run
 from moe_jax.checkpoint.files import steps_of
-from moe_jax.config import Config
+from moe_jax.config import Config, DataConfig
 from moe_jax.config.ranges import ANY, Range, check_number
 from moe_jax.config.yaml_io import load_config
+from moe_jax.convert.source import is_imported
 from moe_jax.distributed import processes
 from moe_jax.distributed.failures import fail_fast, run_and_exit
 from moe_jax.errors import CheckpointError, CommandParser, ConfigError
@@ -157,6 +158,8 @@ def _evaluate(
     step, on_texts, of_tasks = 0, [], []
     if texts or manager is None:
         if not texts:
+            if is_imported(config, run) and not config.data.sources and config.data.path == DataConfig.path:
+                raise ConfigError(f"{run} is an imported model, which has no text of its own: name one with --data")
             check_tokens_of_run(config, run, config.data)
         checkpoint = Checkpoint.load(config, run, arguments.ema, arguments.step)
         step, count = checkpoint.step, arguments.batches

@@ -26,6 +26,7 @@ from moe_jax.data.encode import BATCH, Document, encode_documents
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.data.tokens import SPLITS, Meta, Split
 from moe_jax.errors import DataError
+from moe_jax.files.atomic import check_writable
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +119,7 @@ def open_text(file: Path, settings: TextSettings) -> tuple[TextTokens, TextToken
         print(f"warning: {path} is damaged: the tokens are counted again", file=sys.stderr, flush=True)
         index = None
     if index is None:
+        _check_writable(path, file)
         index = _count(documents, settings)
         _save(path, index, file)
     (train, validation, cut), tokenizer = index, settings.tokenizer
@@ -169,10 +171,22 @@ def _save(path: Path, index: _Index, file: Path) -> None:
         scratch.replace(path)
     except OSError as error:
         scratch.unlink(missing_ok=True)
-        raise DataError(
-            f"{path} cannot be written ({error.strerror}): copy {file} to a folder that can be written, or prepare it "
-            "with scripts/prepare_text.py"
-        ) from None
+        raise _unwritable(path, file, error) from None
+
+
+def _check_writable(path: Path, file: Path) -> None:
+    """Raise DataError, before a text is read, if its index cannot be written."""
+    try:
+        check_writable(path)
+    except OSError as error:
+        raise _unwritable(path, file, error) from None
+
+
+def _unwritable(path: Path, file: Path, error: OSError) -> DataError:
+    return DataError(
+        f"{path} cannot be written ({error.strerror}): copy {file} to a folder that can be written, or prepare it "
+        "with scripts/prepare_text.py"
+    )
 
 
 def _count(documents: Documents, settings: TextSettings) -> _Index:

@@ -103,11 +103,12 @@ def find_data(path: str | Path, setting: str = "data.path") -> Path:
     return path
 
 
-def read_meta(folder: Path) -> Meta:
-    """Read and check the `meta.json` of a prepared folder. Raises DataError."""
+def read_meta(folder: Path, setting: str | None = None) -> Meta:
+    """Read and check the `meta.json` of a prepared folder. Raises DataError; `setting` names the folder in it."""
     file = folder / META_FILE
     if not file.exists():
-        raise DataError(f"{folder} has no {META_FILE}: make a folder from its text with scripts/prepare_text.py")
+        name = f"{setting}={folder}" if setting else f"{folder}"
+        raise DataError(f"{name} has no {META_FILE}: make a folder from its text with scripts/prepare_text.py")
     try:
         values = read_json(file)
     except (OSError, ValueError) as error:

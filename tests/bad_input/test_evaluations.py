@@ -19,6 +19,11 @@ REFUSED = [
         "--data page.html",
         "--data=page.html is no folder, .txt, .jsonl or .parquet file: prepare it with scripts/prepare_text.py",
     ),
+    (
+        "a folder of something else",
+        "--data full",
+        "--data=full has no meta.json: make a folder from its text with scripts/prepare_text.py",
+    ),
     ("an empty text", "--data empty.txt", "--data=empty.txt has 0 tokens, too few to predict one: give more text"),
     ("text that is not UTF-8", "--data latin1.txt", "latin1.txt is not UTF-8 text: convert it, e.g. with iconv"),
     (
@@ -34,7 +39,7 @@ REFUSED = [
     (
         "tokens of another tokenizer",
         "--data bpe",
-        "data.path=bpe has tokens of its own tokenizer.json, and run run was trained on bytes: name a text that was "
+        "--data=bpe has tokens of its own tokenizer.json, and run run was trained on bytes: name a text that was "
         "prepared with the run's",
     ),
     (

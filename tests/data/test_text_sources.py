@@ -165,6 +165,25 @@ def test_what_cannot_be_encoded_is_refused(folder: Path, tmp_path: Path, monkeyp
     )
 
 
+def test_every_source_is_checked_before_the_tokens_of_one_are_counted(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = write(tmp_path / "text.jsonl", texts())
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "no.parquet").write_text("no table")
+    for name in ("bad.jsonl", "no.parquet", "none.jsonl", "."):
+        paths = (str(text), str(tmp_path / name))
+        sources = tuple(DataSource(path=path, weight=1, name=str(number)) for number, path in enumerate(paths))
+        assert refusal(DataConfig(path=None, seq_len=SEQ_LEN, text_key="body", sources=sources))
+    settings = data_of(text, tokenizer=str(folder / "bpe"))
+    with pytest.raises(DataError, match="has a vocabulary of 300 tokens, more than model"):
+        open_tokens(settings, 299)
+    monkeypatch.setattr(text_index, "check_writable", _no_right)
+    assert "cannot be written (no right): copy" in refusal(data_of(text))
+    assert capsys.readouterr().out == "", "nothing was counted"
+    assert not list(tmp_path.glob(".text*"))
+
+
 def _no_right(*_: object, **__: object) -> None:
     raise OSError(13, "no right")
 
