@@ -22,6 +22,7 @@ from moe_jax.data.tokens import (
     check_utf8,
     chunk_checksums,
     find_data,
+    is_saved_dataset,
     is_text,
     map_file,
     open_split,
@@ -30,6 +31,7 @@ from moe_jax.data.tokens import (
 from moe_jax.errors import DataError
 from moe_jax.files.local_copy import local_outline
 from moe_jax.files.untrusted import MOST_TOKENIZER, read_bytes
+from moe_jax.paths import is_bucket_url
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,15 +89,16 @@ def open_tokens(data: DataConfig, vocab_size: int, names: Sequence[str] | None =
     of a larger vocabulary, or too few for one sequence, if `data.mask_documents` is set for a .txt file, or if no
     source is a text that `data.tokenizer` could encode.
     """
+    numbered = list(enumerate(names or data.path_names))
+    for number, setting in numbered:  # before the tokens of any text are counted
+        _check_source(number, data, vocab_size, setting)
     for name in ("tokenizer", "text_key"):
         value, unset = getattr(data, name), getattr(DataConfig, name)
         if value != unset and not any(is_text(source.path) for source in data.mixture):
             raise DataError(
-                f"data.{name}={value} is for .jsonl and .parquet files, and no source is one: use data.{name}={unset}"
+                f"data.{name}={value} is for .jsonl and .parquet files and saved datasets, and no source is one: "
+                f"use data.{name}={unset}"
             )
-    numbered = list(enumerate(names or data.path_names))
-    for number, setting in numbered:  # before the tokens of any text are counted
-        _check_source(number, data, vocab_size, setting)
     return tuple(_open_source(number, data, setting) for number, setting in numbered)
 
 
@@ -108,11 +111,16 @@ def _check_source(number: int, data: DataConfig, vocab_size: int, setting: str) 
             "scripts/prepare_text.py, or use data.mask_documents=false"
         )
     needed = BYTES_VOCAB_SIZE
-    if path.is_dir():
-        needed = read_meta(path, setting).vocab_size
-    elif is_text(path):
+    if is_saved_dataset(path) and is_bucket_url(data.mixture[number].path):
+        raise DataError(
+            f"{setting}={data.mixture[number].path} is a dataset in a bucket: copy it to a disk, or make a folder with "
+            "scripts/prepare_text.py"
+        )
+    if is_text(path):
         needed = source_tokenizer(data, number).vocab_size
         next(iter(open_documents(path, data.text_key)), None)
+    elif path.is_dir():
+        needed = read_meta(path, setting).vocab_size
     if needed > vocab_size:
         raise DataError(
             f"{setting}={path} has a vocabulary of {needed} tokens, more than model.vocab_size={vocab_size}: "
@@ -127,16 +135,16 @@ def _open_source(number: int, data: DataConfig, setting: str) -> Tokens:
     meta = None
     train: TokenArray | TextTokens
     validation: TokenArray | TextTokens
-    if path.is_dir():
+    if is_text(path):
+        train, validation, meta = open_text(path, _text_settings(number, data))
+        needed = meta.vocab_size
+    elif path.is_dir():
         meta = read_meta(path, setting)
         needed = meta.vocab_size
         _check_packed(data, meta, f"{setting}={path}")
         train, validation = (open_split(path, meta, split) for split in SPLITS)
         chunks[0] = chunk_checksums(path, meta, "train", train, data.damaged_chunks)
         chunks[1] = chunk_checksums(path, meta, "validation", validation, data.damaged_chunks)
-    elif is_text(path):
-        train, validation, meta = open_text(path, _text_settings(number, data))
-        needed = meta.vocab_size
     else:
         needed = BYTES_VOCAB_SIZE
         text = map_file(path, "uint8")

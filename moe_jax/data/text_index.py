@@ -110,7 +110,7 @@ def open_text(file: Path, settings: TextSettings) -> tuple[TextTokens, TextToken
     DataError.
     """
     documents = open_documents(file, settings.text_key)
-    path = _path_of(file, settings)
+    path = _path_of(documents, settings)
     try:
         index = _load(path)
     except FileNotFoundError:
@@ -133,7 +133,7 @@ def open_text(file: Path, settings: TextSettings) -> tuple[TextTokens, TextToken
         train_crc32=int(train.crc32),
         validation_tokens=int(validation.end_D[-1]),
         validation_crc32=int(validation.crc32),
-        sources=[file.name],
+        sources=[each.name for each in documents.files],
         tokenizer_crc32=settings.tokenizer_crc32,
     )
     return (
@@ -143,10 +143,11 @@ def open_text(file: Path, settings: TextSettings) -> tuple[TextTokens, TextToken
     )
 
 
-def _path_of(file: Path, settings: TextSettings) -> Path:
+def _path_of(documents: Documents, settings: TextSettings) -> Path:
     """The path of the index of a text with these settings."""
-    facts, tokenizer = file.stat(), settings.tokenizer
-    key = [_FORMAT, facts.st_size, facts.st_mtime_ns, settings.text_key, settings.validation_fraction]
+    file, tokenizer = documents.file, settings.tokenizer
+    facts = [fact for each in map(Path.stat, documents.files) for fact in (each.st_size, each.st_mtime_ns)]
+    key = [_FORMAT, *facts, settings.text_key, settings.validation_fraction]
     key += [settings.tokenizer_crc32, tokenizer.begin_of_text, tokenizer.end_of_text]
     return file.with_name(f".{file.name}.{zlib.crc32(json.dumps(key).encode()):08x}.index.npz")
 

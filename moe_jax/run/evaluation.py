@@ -26,7 +26,7 @@ from moe_jax.data.samples import Samples
 from moe_jax.data.sources import open_tokens, source_tokenizer
 from moe_jax.data.token_marks import num_targets
 from moe_jax.data.tokenizer import Tokenizer
-from moe_jax.data.tokens import BPE_FILE, find_data, read_meta
+from moe_jax.data.tokens import BPE_FILE, find_data, is_text, read_meta
 from moe_jax.distributed.processes import is_main_process
 from moe_jax.errors import ConfigError, UserError
 from moe_jax.files.places import place_of
@@ -246,7 +246,7 @@ def open_texts(names: Sequence[str], config: Config, run: Path) -> list[Text]:
 
 def _open_text(given: str, config: Config, run: Path) -> Text:
     path = find_data(given, _OPTION)
-    if path.is_dir():
+    if path.is_dir() and not is_text(path):
         data = dataclasses.replace(config.data, path=str(path), sources=(), tokenizer="bytes", text_key="text")
         read_meta(path, _OPTION)
         tokenizer = check_tokens_of_run(config, run, data, [_OPTION])

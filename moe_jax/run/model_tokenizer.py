@@ -30,7 +30,7 @@ def check_tokens(config: Config, new: bool) -> None:
     files = [tokenizer_file(config.data, number) for number in range(len(paths))]
     data, file, name = paths[0], files[0], names[0]
     for path, own_name, own in zip(paths, names, files, strict=True):
-        if own and path.is_dir() and read_meta(path).begin_of_text is None:
+        if own and path.is_dir() and not is_text(path) and read_meta(path).begin_of_text is None:
             _check_older(path, own_name, own, new)
         if own != file and not (own and file and same_tokens(own, file)):
             raise ConfigError(
@@ -57,7 +57,7 @@ def check_tokens(config: Config, new: bool) -> None:
     if is_text(data):
         cure = f"set data.tokenizer={found.parent}"
     if file is _BYTES:
-        read = "holds bytes" if data.is_dir() else "is read as bytes"
+        read = "holds bytes" if data.is_dir() and not is_text(data) else "is read as bytes"
         raise ConfigError(f"{name} {read}, and train.init_from={begun} has a {BPE_FILE}: {cure}")
     if not same_tokens(file, found):
         raise ConfigError(
