@@ -20,6 +20,7 @@ from moe_jax.config import Config, DataConfig
 from moe_jax.config.ranges import ANY, Range, check_number
 from moe_jax.config.yaml_io import load_config
 from moe_jax.convert.source import is_imported
+from moe_jax.data.chat_template import ChatTemplate
 from moe_jax.distributed import processes
 from moe_jax.distributed.failures import fail_fast, run_and_exit
 from moe_jax.errors import CheckpointError, CommandParser, ConfigError
@@ -120,14 +121,16 @@ def _arguments() -> argparse.Namespace:
     tasks.add_argument("--task-folder", type=Path, metavar="DIR", help="folder with more tasks, as YAML files")
     tasks.add_argument("--limit", type=int, metavar="N", help="at most so many documents of each task")
     tasks.add_argument("--fewshot", type=int, metavar="N", help="examples before each document (default: the task's)")
+    tasks.add_argument("--chat", action="store_true", default=None, help="apply the model's chat template")
     tasks.add_argument("--batch-size", type=int, metavar="N", help="sequences at a time (default: 8)")
     processes.add_arguments(parser)
     arguments = parser.parse_intermixed_args()
     for name, least in (("batches", 1), ("step", 0), ("limit", 1), ("fewshot", 0), ("batch_size", 1)):
         check_number(f"--{name.replace('_', '-')}", getattr(arguments, name), Range(least, ANY))
-    for name in ("task_folder", "limit", "fewshot", "batch_size"):
+    for name in ("task_folder", "limit", "fewshot", "batch_size", "chat"):
         if not arguments.tasks and (value := getattr(arguments, name)) is not None:
-            raise ConfigError(f"--{name.replace('_', '-')}={value} is for tasks: name some with --tasks, or drop it")
+            option = f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
+            raise ConfigError(f"{option} is for tasks: name some with --tasks, or drop it")
     arguments.json = arguments.json and output_file(arguments.json)
     return arguments
 
@@ -146,13 +149,15 @@ def _options(arguments: argparse.Namespace) -> str:
         for name in ("batches", "limit", "fewshot")
         if (value := getattr(arguments, name)) is not None
     ]
-    return " ".join([*(["--ema"] if arguments.ema else []), *numbers, *arguments.overrides])
+    given = [f"--{name}" for name in ("ema", "chat") if getattr(arguments, name)]
+    return " ".join([*given, *numbers, *arguments.overrides])
 
 
 def _evaluate(
     arguments: argparse.Namespace, config: Config, run: Path
 ) -> tuple[int, Sequence[Result], Sequence[TaskResult]]:
     """The step of the checkpoint, and the results on texts and of tasks. What can be refused is before what lasts."""
+    template = ChatTemplate(run) if arguments.chat else None
     manager = _task_manager(arguments) if arguments.tasks else None
     texts = open_texts(arguments.data, config, run)
     step, on_texts, of_tasks = 0, [], []
@@ -172,7 +177,8 @@ def _evaluate(
         tokenizer = tokenizer_of_run(config, run)
         step, params = load_on_one_device(config, run, arguments.ema, arguments.step)
         ends = end_tokens(run, tokenizer)
-        model = HarnessModel(config, params, tokenizer, ends, arguments.batch_size or _BATCH_SIZE)
+        size = arguments.batch_size or _BATCH_SIZE
+        model = HarnessModel(config, params, tokenizer, ends, size, template=template)
         of_tasks = run_tasks(manager, arguments.tasks, model, arguments.limit, arguments.fewshot)
     return step, on_texts, of_tasks
 

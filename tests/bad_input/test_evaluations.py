@@ -54,6 +54,13 @@ REFUSED = [
         "--tasks=arc_easy needs lm-eval, and lm_eval is not installed: pip install -e '.[eval]'",
     ),
     ("a limit of no task", "--limit 3", "--limit=3 is for tasks: name some with --tasks, or drop it"),
+    ("a chat of no task", "--chat", "--chat is for tasks: name some with --tasks, or drop it"),
+    (
+        "a chat without a template",
+        "--tasks arc_easy --chat",
+        "run has no chat_template.jinja, and no chat_template in a tokenizer_config.json: put the model's there, or "
+        "leave out --chat",
+    ),
     ("a file in the way", "--json file/found.json", "file: Not a directory: name another file or folder"),
 ]
 
