@@ -40,7 +40,7 @@ from moe_jax.parallel.mesh import expert_axis, make_mesh
 from moe_jax.parallel.sharding import REPLICATED, partitions
 from moe_jax.paths import shown
 from moe_jax.plan.plan_text import size
-from moe_jax.run.export_tokenizer import special_tokens_of
+from moe_jax.run.export_tokenizer import byte_tokenizer_of, special_tokens_of
 from moe_jax.run.generation import one_device_mesh
 from moe_jax.run.init_from import check_source, source_params
 from moe_jax.run.run_dir import check_folder
@@ -165,8 +165,11 @@ def _export(arguments: argparse.Namespace) -> None:
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), stored_shapes(stages))
     params = in_order(load_params(arguments.source, shapes, arguments.ema), stages)
     longest, tokens = longest_sequence(config, arguments.source), special_tokens_of(config, arguments.source)
+    others = byte_tokenizer_of(config, arguments.source)
     with all_uploaded_or_nothing(arguments.out):
-        write_model(arguments.out, config.model, family, params, dtype, longest, arguments.source, tokens=tokens)
+        write_model(
+            arguments.out, config.model, family, params, dtype, longest, arguments.source, tokens=tokens, others=others
+        )
     print(f"{shown(str(arguments.out))}: {family.architecture}, {dtype}")
 
 

@@ -16,9 +16,11 @@ import jax
 
 from moe_jax.checkpoint.compatibility import check_same_run
 from moe_jax.checkpoint.files import steps_of
-from moe_jax.config import Config
+from moe_jax.config import Config, DataConfig
 from moe_jax.config.ranges import ANY, Range, check_number
 from moe_jax.config.yaml_io import load_config
+from moe_jax.convert.source import is_imported
+from moe_jax.data.chat_template import ChatTemplate
 from moe_jax.distributed import processes
 from moe_jax.distributed.failures import fail_fast, run_and_exit
 from moe_jax.errors import CheckpointError, CommandParser, ConfigError
@@ -100,8 +102,8 @@ def _arguments() -> argparse.Namespace:
         action="append",
         default=[],
         metavar="TEXT",
-        help="a .txt, .jsonl or .parquet file, or a prepared folder, of which the validation part is used; may be "
-        "repeated (default, without --tasks: the validation part of the run's data)",
+        help="a .txt, .jsonl or .parquet file, a saved dataset, or a prepared folder, of which the validation part is "
+        "used; may be repeated (default, without --tasks: the validation part of the run's data)",
     )
     parser.add_argument(
         "--batches",
@@ -119,14 +121,16 @@ def _arguments() -> argparse.Namespace:
     tasks.add_argument("--task-folder", type=Path, metavar="DIR", help="folder with more tasks, as YAML files")
     tasks.add_argument("--limit", type=int, metavar="N", help="at most so many documents of each task")
     tasks.add_argument("--fewshot", type=int, metavar="N", help="examples before each document (default: the task's)")
+    tasks.add_argument("--chat", action="store_true", default=None, help="apply the model's chat template")
     tasks.add_argument("--batch-size", type=int, metavar="N", help="sequences at a time (default: 8)")
     processes.add_arguments(parser)
     arguments = parser.parse_intermixed_args()
     for name, least in (("batches", 1), ("step", 0), ("limit", 1), ("fewshot", 0), ("batch_size", 1)):
         check_number(f"--{name.replace('_', '-')}", getattr(arguments, name), Range(least, ANY))
-    for name in ("task_folder", "limit", "fewshot", "batch_size"):
+    for name in ("task_folder", "limit", "fewshot", "batch_size", "chat"):
         if not arguments.tasks and (value := getattr(arguments, name)) is not None:
-            raise ConfigError(f"--{name.replace('_', '-')}={value} is for tasks: name some with --tasks, or drop it")
+            option = f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
+            raise ConfigError(f"{option} is for tasks: name some with --tasks, or drop it")
     arguments.json = arguments.json and output_file(arguments.json)
     return arguments
 
@@ -145,18 +149,22 @@ def _options(arguments: argparse.Namespace) -> str:
         for name in ("batches", "limit", "fewshot")
         if (value := getattr(arguments, name)) is not None
     ]
-    return " ".join([*(["--ema"] if arguments.ema else []), *numbers, *arguments.overrides])
+    given = [f"--{name}" for name in ("ema", "chat") if getattr(arguments, name)]
+    return " ".join([*given, *numbers, *arguments.overrides])
 
 
 def _evaluate(
     arguments: argparse.Namespace, config: Config, run: Path
 ) -> tuple[int, Sequence[Result], Sequence[TaskResult]]:
     """The step of the checkpoint, and the results on texts and of tasks. What can be refused is before what lasts."""
+    template = ChatTemplate(run) if arguments.chat else None
     manager = _task_manager(arguments) if arguments.tasks else None
     texts = open_texts(arguments.data, config, run)
     step, on_texts, of_tasks = 0, [], []
     if texts or manager is None:
         if not texts:
+            if is_imported(config, run) and not config.data.sources and config.data.path == DataConfig.path:
+                raise ConfigError(f"{run} is an imported model, which has no text of its own: name one with --data")
             check_tokens_of_run(config, run, config.data)
         checkpoint = Checkpoint.load(config, run, arguments.ema, arguments.step)
         step, count = checkpoint.step, arguments.batches
@@ -169,7 +177,8 @@ def _evaluate(
         tokenizer = tokenizer_of_run(config, run)
         step, params = load_on_one_device(config, run, arguments.ema, arguments.step)
         ends = end_tokens(run, tokenizer)
-        model = HarnessModel(config, params, tokenizer, ends, arguments.batch_size or _BATCH_SIZE)
+        size = arguments.batch_size or _BATCH_SIZE
+        model = HarnessModel(config, params, tokenizer, ends, size, template=template)
         of_tasks = run_tasks(manager, arguments.tasks, model, arguments.limit, arguments.fewshot)
     return step, on_texts, of_tasks
 

@@ -68,12 +68,14 @@ def write_model(
     source: Path,
     most_bytes: int = MOST_BYTES,
     tokens: Mapping[str, Any] | None = None,
+    others: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write config.json and the weights `params` into a new `folder`.
 
     `params` has blocks in order, as arrays of the host or of one device. Numbers are rounded to `dtype`, except those
     that the family stores in float32. `tokens` are settings of special tokens. The companion files in the folder
-    `source` are copied. Raises ConvertError; then the folder is not created.
+    `source` are copied, and `others` are further files by their names. Raises ConvertError; then the folder is not
+    created.
     """
     check_is_free(folder)
     by_name: dict[str, list[tuple[ArraySlice, int, int]]] = {}
@@ -114,6 +116,8 @@ def write_model(
                 write_weights(made, shapes, types, tensors(), most_bytes)
                 (made / FILE).write_text(json.dumps(settings, indent=2) + "\n")
                 copy_companion_files(source, made)
+                for name, content in (others or {}).items():
+                    (made / name).write_bytes(content)
                 made.rename(folder)
     except (OSError, SafetensorError) as error:
         if is_full_disk(error):

@@ -1,17 +1,27 @@
-"""Text files whose documents can be read in any order: lines of a .jsonl file, rows of a .parquet file."""
+"""Text files whose documents can be read in any order: lines of a .jsonl file, rows of a .parquet file or a dataset."""
 
 import functools
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from moe_jax.data.text_files import check_key, checked_text, no_parquet, opened_bytes, parsed, text_of_record
+from moe_jax.data.saved_dataset import arrow_columns, arrow_files
+from moe_jax.data.text_files import (
+    arrow_texts,
+    check_key,
+    checked_text,
+    no_parquet,
+    opened_bytes,
+    parsed,
+    text_of_record,
+)
 from moe_jax.data.tokenizer import optional_package
+from moe_jax.data.tokens import is_saved_dataset
 from moe_jax.errors import DataError
 from moe_jax.files.untrusted import check_regular
 
@@ -31,7 +41,11 @@ class DocumentSpan(NamedTuple):
 class Documents(Protocol):
     """The documents of a text file; empty ones are left out. Methods are thread-safe, and raise DataError."""
 
-    file: Path
+    file: Path  # or the folder of a dataset
+
+    @property
+    def files(self) -> list[Path]:
+        """The files with the documents."""
 
     def __iter__(self) -> Iterator[tuple[DocumentSpan, str]]:
         """Yield all documents in order, each with its place."""
@@ -41,7 +55,9 @@ class Documents(Protocol):
 
 
 def open_documents(file: Path, text_key: str) -> Documents:
-    """Open a file with one of TEXT_SUFFIXES. `text_key` is the field or the column with the text. Raises DataError."""
+    """Open what `is_text` accepts. `text_key` is the field or the column with the text. Raises DataError."""
+    if is_saved_dataset(file):
+        return ArrowDocuments(file, text_key)
     try:
         check_regular(file)
     except OSError as error:
@@ -58,6 +74,10 @@ class JsonDocuments:
             pass
         self._descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor)
+
+    @property
+    def files(self) -> list[Path]:
+        return [self.file]
 
     def __iter__(self) -> Iterator[tuple[DocumentSpan, str]]:
         first = 0
@@ -101,6 +121,10 @@ class ParquetDocuments:
                 )
         self._group = functools.lru_cache(maxsize=_CACHED_GROUPS)(self._read_group)
 
+    @property
+    def files(self) -> list[Path]:
+        return [self.file]
+
     def __iter__(self) -> Iterator[tuple[DocumentSpan, str]]:
         row = 0
         for number in range(len(self._ends)):
@@ -122,3 +146,30 @@ class ParquetDocuments:
             return self._table.read_row_group(number, columns=[self._key]).column(0)
         except (self._arrow.ArrowException, OSError, UnicodeDecodeError) as error:
             raise no_parquet(self.file, error) from None
+
+
+class ArrowDocuments:
+    """The documents of a dataset that was saved to disk: one a row of its Arrow files, which are mapped into memory."""
+
+    def __init__(self, file: Path, text_key: str):
+        self.file, self._key, self.files = file, text_key, arrow_files(file)
+        self._batches = [batch for each in self.files for batch in arrow_columns(each, text_key, self._check)]
+        self._ends = np.cumsum([len(batch) for batch in self._batches], dtype=np.int64)
+
+    def __iter__(self) -> Iterator[tuple[DocumentSpan, str]]:
+        for number, batch in enumerate(self._batches):
+            first = self._first_row(number)
+            for row, text in enumerate(arrow_texts(self.file, batch, self._key, _OPTION), first):
+                if text:
+                    yield DocumentSpan(row, 1), text
+
+    def read(self, place: DocumentSpan) -> str:
+        number = int(np.searchsorted(self._ends, place.first, "right"))
+        row = place.first - self._first_row(number)
+        return next(arrow_texts(self.file, self._batches[number][row : row + 1], self._key, _OPTION))
+
+    def _check(self, names: Sequence[str]) -> None:
+        check_key(str(self.file), self._key, names, _OPTION)
+
+    def _first_row(self, number: int) -> int:
+        return int(self._ends[number - 1]) if number else 0

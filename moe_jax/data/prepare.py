@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 from tqdm import tqdm
 
+from moe_jax.data.byte_level import is_byte_level
 from moe_jax.data.chunk_checksums import CHUNK_BYTES, write_checksums
 from moe_jax.data.text_files import Piece, find_files, read_file
 from moe_jax.data.tokenizer import BATCH as _BATCH
@@ -26,6 +27,7 @@ from moe_jax.data.tokenizer import (
     Tokenizer,
     encode_documents,
     load_model_tokenizer,
+    model_tokenizer_file,
     optional_package,
     train_bpe,
 )
@@ -56,6 +58,8 @@ def prepare_text(
     then leaves no `output`.
     """
     _check_options(tokenizer, vocab_size, validation_fraction)
+    if isinstance(tokenizer, Path) and is_byte_level(model_tokenizer_file(tokenizer)):
+        tokenizer = "bytes"
     of_model = load_model_tokenizer(tokenizer) if isinstance(tokenizer, Path) else None
     if of_model:
         _ = of_model[1].end_of_text  # raises before hours of reading

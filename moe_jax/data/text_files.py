@@ -11,8 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
+from moe_jax.data.saved_dataset import arrow_columns, arrow_files, no_arrow
 from moe_jax.data.tokenizer import optional_package
-from moe_jax.data.tokens import ENCODING_BYTES, META_FILE, check_utf8
+from moe_jax.data.tokens import (
+    DATASET_DICT,
+    ENCODING_BYTES,
+    META_FILE,
+    check_has_one_split,
+    check_utf8,
+    is_saved_dataset,
+)
 from moe_jax.errors import DataError
 from moe_jax.files.untrusted import parse_json
 
@@ -31,6 +39,9 @@ def find_files(source: Path) -> tuple[list[Path], list[str]]:
     """
     if not source.exists():
         raise DataError(f"{source} does not exist: name a folder or a {_KINDS} file")
+    check_has_one_split(source, str(source))
+    if is_saved_dataset(source):
+        return arrow_files(source), []
     files, skipped = _walk(source) if source.is_dir() else ([source] if _kind(source) else [], [])
     if not files:
         others = f" (skipped: {'; '.join(skipped[:3])}{'; …' if len(skipped) > 3 else ''})" if skipped else ""
@@ -81,6 +92,8 @@ def _walk(source: Path) -> tuple[list[Path], list[str]]:
                     skipped.append(f"{name} (not a kind of file that is read)")
             elif (path / META_FILE).exists() and (path / "train.bin").exists():
                 skipped.append(f"{name} (a prepared folder of tokens)")
+            elif is_saved_dataset(path) or (path / DATASET_DICT).exists():
+                skipped.append(f"{name} (a saved dataset, to be prepared alone)")
             elif identity in visited:
                 skipped.append(f"{name} (the same folder as {visited[identity]})")
             else:
@@ -233,11 +246,32 @@ def no_parquet(file: Path, error: Exception) -> DataError:
     return DataError(f"{file} cannot be read as parquet ({reason}): repair or remove it")
 
 
+def arrow_texts(where: Path, column: Any, text_key: str, option: str = "--text-key") -> Iterator[str]:
+    """Yield the texts of a column of an Arrow file, "" for null. Raises DataError."""
+    arrow = optional_package("pyarrow")
+    try:
+        column.validate(full=True)  # pyarrow would follow damaged offsets out of the file
+        for value in column.to_pylist():
+            yield checked_text(str(where), text_key, value, option)
+    except (arrow.ArrowException, UnicodeDecodeError) as error:
+        raise no_arrow(where, error) from None
+
+
+def _read_arrow(file: Path, text_key: str) -> Iterator[Piece]:
+    """An .arrow file has one document per row, in the column `text_key`."""
+    for column in arrow_columns(file, text_key, lambda names: check_key(str(file), text_key, names)):
+        for text in arrow_texts(file, column, text_key):
+            if text:
+                yield text
+                yield None
+
+
 _READERS: dict[str, Callable[[Path, str], Iterator[Piece]]] = {
     ".txt": _read_txt,
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
     f".txt{_GZIP}": _read_txt,
     f".jsonl{_GZIP}": _read_jsonl,
     f".json{_GZIP}": _read_json,

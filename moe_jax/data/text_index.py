@@ -25,6 +25,7 @@ from moe_jax.data.documents import Documents, DocumentSpan, open_documents
 from moe_jax.data.tokenizer import BATCH, Document, Tokenizer, encode_documents
 from moe_jax.data.tokens import SPLITS, Meta, Split
 from moe_jax.errors import DataError
+from moe_jax.files.atomic import check_writable
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +112,7 @@ def open_text(file: Path, settings: IndexSettings) -> tuple[TextTokens, TextToke
     DataError.
     """
     documents = open_documents(file, settings.text_key)
-    path = _path_of(file, settings)
+    path = _path_of(documents, settings)
     try:
         index = _load(path)
     except FileNotFoundError:
@@ -120,6 +121,7 @@ def open_text(file: Path, settings: IndexSettings) -> tuple[TextTokens, TextToke
         print(f"warning: {path} is damaged: the tokens are counted again", file=sys.stderr, flush=True)
         index = None
     if index is None:
+        _check_writable(path, file)
         index = _count(documents, settings)
         _save(path, index, file)
     (train, validation, cut), tokenizer = index, settings.tokenizer
@@ -133,7 +135,7 @@ def open_text(file: Path, settings: IndexSettings) -> tuple[TextTokens, TextToke
         train_crc32=int(train.crc32),
         validation_tokens=int(validation.end_D[-1]),
         validation_crc32=int(validation.crc32),
-        sources=[file.name],
+        sources=[each.name for each in documents.files],
         tokenizer_crc32=settings.tokenizer_crc32,
     )
     return (
@@ -143,10 +145,11 @@ def open_text(file: Path, settings: IndexSettings) -> tuple[TextTokens, TextToke
     )
 
 
-def _path_of(file: Path, settings: IndexSettings) -> Path:
+def _path_of(documents: Documents, settings: IndexSettings) -> Path:
     """The path of the index of a text with these settings."""
-    facts, tokenizer = file.stat(), settings.tokenizer
-    key = [_FORMAT, facts.st_size, facts.st_mtime_ns, settings.text_key, settings.validation_fraction]
+    file, tokenizer = documents.file, settings.tokenizer
+    facts = [fact for each in map(Path.stat, documents.files) for fact in (each.st_size, each.st_mtime_ns)]
+    key = [_FORMAT, *facts, settings.text_key, settings.validation_fraction]
     key += [settings.tokenizer_crc32, tokenizer.begin_of_text, tokenizer.end_of_text]
     return file.with_name(f".{file.name}.{zlib.crc32(json.dumps(key).encode()):08x}.index.npz")
 
@@ -171,10 +174,22 @@ def _save(path: Path, index: _Index, file: Path) -> None:
         scratch.replace(path)
     except OSError as error:
         scratch.unlink(missing_ok=True)
-        raise DataError(
-            f"{path} cannot be written ({error.strerror}): copy {file} to a folder that can be written, or prepare it "
-            "with scripts/prepare_text.py"
-        ) from None
+        raise _unwritable(path, file, error) from None
+
+
+def _check_writable(path: Path, file: Path) -> None:
+    """Raise DataError, before a text is read, if its index cannot be written."""
+    try:
+        check_writable(path)
+    except OSError as error:
+        raise _unwritable(path, file, error) from None
+
+
+def _unwritable(path: Path, file: Path, error: OSError) -> DataError:
+    return DataError(
+        f"{path} cannot be written ({error.strerror}): copy {file} to a folder that can be written, or prepare it "
+        "with scripts/prepare_text.py"
+    )
 
 
 def _count(documents: Documents, settings: IndexSettings) -> _Index:

@@ -22,6 +22,8 @@ PACKED_FORMAT = 2  # sequences of whole documents, whose tokens have marks (data
 META_FILE = "meta.json"
 BPE_FILE = "tokenizer.json"
 BYTES_VOCAB_SIZE = 256
+DATASET_FILES = ("state.json", "dataset_info.json")  # beside the Arrow files of a dataset that was saved to disk
+DATASET_DICT = "dataset_dict.json"  # of several splits, each with its folder
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 TokenArray = NDArray[np.unsignedinteger]  # 1-D, a np.memmap
@@ -80,8 +82,26 @@ def check_utf8(file: Path, head: bytes) -> None:
 
 
 def is_text(path: str | Path) -> bool:
-    """Whether a path names a text file that is encoded while a run trains."""
-    return Path(path).suffix in TEXT_SUFFIXES and not Path(path).is_dir()
+    """Whether a path names text that is encoded while a run trains: a file, or a dataset that was saved to disk."""
+    return is_saved_dataset(Path(path)) or (Path(path).suffix in TEXT_SUFFIXES and not Path(path).is_dir())
+
+
+def is_saved_dataset(path: Path) -> bool:
+    """Whether a path is a folder of `save_to_disk` of Hugging Face's `datasets`, with one split."""
+    return all((path / name).is_file() for name in DATASET_FILES) and not (path / META_FILE).exists()
+
+
+def check_has_one_split(folder: Path, name: str) -> None:
+    """Raise DataError if a folder is that of a `DatasetDict`, with a folder for each split; `name` is for messages."""
+    file = folder / DATASET_DICT
+    if not file.is_file():
+        return
+    try:
+        splits = [str(each) for each in read_json(file)["splits"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{file} cannot be read ({error}): save the dataset again") from None
+    example = f": name one, e.g. {name}/{splits[0]}" if splits else ""
+    raise DataError(f"{name} has the splits {', '.join(splits) or 'of no dataset'}{example}")
 
 
 def find_data(path: str | Path, setting: str = "data.path") -> Path:
@@ -100,14 +120,16 @@ def find_data(path: str | Path, setting: str = "data.path") -> Path:
         raise DataError(
             f"{setting}={path} is no folder, .txt, .jsonl or .parquet file: prepare it with scripts/prepare_text.py"
         )
+    check_has_one_split(path, f"{setting}={path}")
     return path
 
 
-def read_meta(folder: Path) -> Meta:
-    """Read and check the `meta.json` of a prepared folder. Raises DataError."""
+def read_meta(folder: Path, setting: str | None = None) -> Meta:
+    """Read and check the `meta.json` of a prepared folder. Raises DataError; `setting` names the folder in it."""
     file = folder / META_FILE
     if not file.exists():
-        raise DataError(f"{folder} has no {META_FILE}: make a folder from its text with scripts/prepare_text.py")
+        name = f"{setting}={folder}" if setting else f"{folder}"
+        raise DataError(f"{name} has no {META_FILE}: make a folder from its text with scripts/prepare_text.py")
     try:
         values = read_json(file)
     except (OSError, ValueError) as error:

@@ -26,7 +26,7 @@ from moe_jax.data.samples import Samples
 from moe_jax.data.sources import open_tokens, source_tokenizer
 from moe_jax.data.token_marks import num_targets
 from moe_jax.data.tokenizer import Tokenizer
-from moe_jax.data.tokens import BPE_FILE, find_data
+from moe_jax.data.tokens import BPE_FILE, find_data, is_text, read_meta
 from moe_jax.distributed.processes import is_main_process
 from moe_jax.errors import ConfigError, UserError
 from moe_jax.files.places import place_of
@@ -246,10 +246,11 @@ def open_texts(names: Sequence[str], config: Config, run: Path) -> list[Text]:
 
 def _open_text(given: str, config: Config, run: Path) -> Text:
     path = find_data(given, _OPTION)
-    if path.is_dir():
+    if path.is_dir() and not is_text(path):
         data = dataclasses.replace(config.data, path=str(path), sources=(), tokenizer="bytes", text_key="text")
-        tokenizer = check_tokens_of_run(config, run, data)
-        (tokens,) = open_tokens(data, config.model.vocab_size)
+        read_meta(path, _OPTION)
+        tokenizer = check_tokens_of_run(config, run, data, [_OPTION])
+        (tokens,) = open_tokens(data, config.model.vocab_size, [_OPTION])
         return Text(path.name, Samples.of(tokens, "validation", data), tokenizer)
     tokenizer, known = tokenizer_of_run(config, run), config.model.vocab_size
     if tokenizer.vocab_size > known:

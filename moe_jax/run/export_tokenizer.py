@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from moe_jax.config import Config
 from moe_jax.convert.hf_config import HfConfig, read_json
-from moe_jax.convert.source import ORIGIN, origin_of
+from moe_jax.convert.source import ORIGIN, is_imported, origin_of
 from moe_jax.convert.write import (
     SPECIAL_TOKENS,
     TOKENIZER,
@@ -16,6 +16,7 @@ from moe_jax.convert.write import (
     copy_companion_files,
     special_tokens,
 )
+from moe_jax.data.byte_level import byte_level_json
 from moe_jax.data.chat_template import FILE as TEMPLATE
 from moe_jax.data.sources import source_tokenizer, tokenizer_file
 from moe_jax.data.tokenizer import load_model_tokenizer
@@ -66,6 +67,17 @@ def special_tokens_of(config: Config, run: Path) -> dict[str, Any]:
     elif (run / TOKENIZER).is_file():
         end = load_model_tokenizer(run)[1].end_of_text
     return {**dict.fromkeys(SPECIAL_TOKENS), "eos_token_id": end}
+
+
+def byte_tokenizer_of(config: Config, run: Path) -> dict[str, bytes]:
+    """The tokenizer.json for an export of a model that was trained on bytes, by its name; empty for other models."""
+    if (run / TOKENIZER).is_file() or is_imported(config, run):
+        return {}
+    path = config.data.mixture[0].path
+    if Path(path).suffix == ".txt" and not Path(path).is_dir():
+        return {TOKENIZER: byte_level_json()}  # even if the text is gone
+    own = _tokenizer_of_data(config)
+    return {TOKENIZER: byte_level_json()} if own and not own.file.is_file() else {}
 
 
 class _DataTokenizer(NamedTuple):

@@ -57,9 +57,11 @@ def run_tasks(
     """Return the values of the tasks, and of the groups among them.
 
     `limit` is the most documents of each task, and `fewshot` the number of examples before each; None: as a task says.
+    With a chat template, the text of each document is a question, and the examples before it are earlier turns.
     """
     import lm_eval
 
+    chat = {"apply_chat_template": True, "fewshot_as_multiturn": True} if model.template else {}
     found = lm_eval.simple_evaluate(
         model=_as_lm(model),
         tasks=list(names),
@@ -68,6 +70,7 @@ def run_tasks(
         limit=limit,
         log_samples=False,
         torch_random_seed=None,
+        **chat,
     )
     return [TaskResult(name, _values(values)) for name, values in found["results"].items()]
 
@@ -95,5 +98,15 @@ def _as_lm(model: HarnessModel) -> Any:
 
         def generate_until(self, requests: Any) -> Any:
             return model.generate_until(requests)
+
+        def apply_chat_template(self, chat_history: Any, add_generation_prompt: bool = True) -> str:
+            return model.rendered(chat_history, add_generation_prompt)
+
+        def chat_template(self, chat_template: Any = False) -> str:
+            return model.template.source if model.template else ""
+
+        @property
+        def tokenizer_name(self) -> str:  # of a cache of requests, which is not used
+            return "run"
 
     return RunModel()

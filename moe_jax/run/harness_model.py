@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from moe_jax.config import Config
+from moe_jax.data.chat_template import ChatTemplate, Message
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.errors import ConfigError
 from moe_jax.models.sampling import Sampling
@@ -104,15 +105,24 @@ class HarnessModel:
     """A model on one device with its tokenizer.
 
     A text begins with the tokens that begin a document of the run's data. No token is dropped, whatever capacity the
-    model was trained with.
+    model was trained with. With a `template`, contexts are what it has rendered: special tokens in them are themselves,
+    and no tokens are added before.
     """
 
     def __init__(
-        self, config: Config, params: Params, tokenizer: Tokenizer, ends: frozenset[int], batch_size: int, seed: int = 0
+        self,
+        config: Config,
+        params: Params,
+        tokenizer: Tokenizer,
+        ends: frozenset[int],
+        batch_size: int,
+        seed: int = 0,
+        template: ChatTemplate | None = None,
     ):
         """`ends` are the tokens that end a generated text."""
         self._config, self._params, self._tokenizer = config, params, tokenizer
         self._ends, self._batch_size, self._seed = ends, batch_size, seed
+        self.template = template
         self._decoders: dict[Sampling, Decoder] = {}
 
     def loglikelihood(self, requests: Sequence[Request]) -> list[Score]:
@@ -159,6 +169,18 @@ class HarnessModel:
             texts |= dict(zip(by_length, found, strict=True))
         return [texts[number] for number in range(len(requests))]
 
+    def rendered(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """Return a conversation as the template renders it, for a context. Raises DataError.
+
+        Without `add_generation_prompt`, it ends with the text of the last message, which the model continues.
+        """
+        assert self.template is not None, "messages are for a chat"
+        text = self.template.render(messages, add_generation_prompt)
+        if add_generation_prompt:
+            return text
+        last = str(messages[-1]["content"]).strip()
+        return text[: text.rindex(last) + len(last)] if last in text else text
+
     def _decoder(self, sampling: Sampling) -> Decoder:
         if sampling not in self._decoders:
             self._decoders[sampling] = Decoder(self._config, self._params, sampling)
@@ -170,21 +192,28 @@ class HarnessModel:
         return [self._tokenizer.end_of_text, *self._tokenizer.begin_of_text][-1]
 
     def _encode(self, text: str) -> list[int]:
-        tokens = self._tokenizer.encode(text)
+        return self._checked(self._tokenizer.encode(text))
+
+    def _encode_prompt(self, text: str) -> list[int]:
+        """The tokens of a context, or of one with its continuation."""
+        return self._checked(self._tokenizer.encode_markup(text)) if self.template else self._encode(text)
+
+    def _checked(self, tokens: list[int]) -> list[int]:
         if tokens:
             check_prompt(self._config, tokens)
         return tokens
 
     def _context(self, text: str) -> list[int]:
-        return [*self._tokenizer.begin_of_text, *self._encode(text)] or [self._first_token]
+        begin = [] if self.template else self._tokenizer.begin_of_text
+        return [*begin, *self._encode_prompt(text)] or [self._first_token]
 
     def _continuation(self, context: str, continuation: str) -> ScoredSpan:
         """The tokens of both. Spaces at the end of a context belong to the continuation, as tokenizers expect."""
         spaces = len(context) - len(context.rstrip())
         if spaces:
             context, continuation = context[:-spaces], context[-spaces:] + continuation
-        before, whole = self._context(context), self._encode(context + continuation)
-        after = whole[len(self._encode(context)) :]
+        before, whole = self._context(context), self._encode_prompt(context + continuation)
+        after = whole[len(self._encode_prompt(context)) :]
         most = self._config.data.seq_len
         if len(after) > most:
             raise ConfigError(

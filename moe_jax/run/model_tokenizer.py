@@ -1,11 +1,13 @@
 """Checks that a model's data and prompts are encoded with the model's own tokenizer."""
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from moe_jax.config import Config, DataConfig
 from moe_jax.config.yaml_io import load_config
 from moe_jax.convert.source import is_imported, origin_of
+from moe_jax.data.byte_level import is_byte_level
 from moe_jax.data.sources import source_tokenizer, tokenizer_file
 from moe_jax.data.tokenizer import ByteTokenizer, Tokenizer, load_model_tokenizer, same_tokens
 from moe_jax.data.tokens import BPE_FILE, META_FILE, is_text, read_meta
@@ -28,7 +30,7 @@ def check_tokens(config: Config, new: bool) -> None:
     files = [tokenizer_file(config.data, number) for number in range(len(paths))]
     data, file, name = paths[0], files[0], names[0]
     for path, own_name, own in zip(paths, names, files, strict=True):
-        if own and path.is_dir() and read_meta(path).begin_of_text is None:
+        if own and path.is_dir() and not is_text(path) and read_meta(path).begin_of_text is None:
             _check_older(path, own_name, own, new)
         if own != file and not (own and file and same_tokens(own, file)):
             raise ConfigError(
@@ -55,7 +57,7 @@ def check_tokens(config: Config, new: bool) -> None:
     if is_text(data):
         cure = f"set data.tokenizer={found.parent}"
     if file is _BYTES:
-        read = "holds bytes" if data.is_dir() else "is read as bytes"
+        read = "holds bytes" if data.is_dir() and not is_text(data) else "is read as bytes"
         raise ConfigError(f"{name} {read}, and train.init_from={begun} has a {BPE_FILE}: {cure}")
     if not same_tokens(file, found):
         raise ConfigError(
@@ -68,19 +70,19 @@ def tokenizer_of_run(config: Config, run: Path) -> Tokenizer:
 
     Raises DataError.
     """
-    own = run / BPE_FILE
+    own, first = run / BPE_FILE, config.data.mixture[0]
+    origin = local_outline(config.data.tokenizer if is_text(first.path) else first.path)
     if not own.is_file():
-        tokenizer = source_tokenizer(config.data)
+        known = origin.exists() or not is_imported(config, run)
+        tokenizer = source_tokenizer(config.data) if known else ByteTokenizer()
         if isinstance(tokenizer, ByteTokenizer) and is_imported(config, run):
             raise DataError(
                 f"{run} has no {BPE_FILE}, and its model was not trained here: put the model's there, or name a "
                 "folder that was prepared with it by data.path"
             )
         return tokenizer
-    first = config.data.mixture[0]
-    origin = local_outline(config.data.tokenizer if is_text(first.path) else first.path)
     if not origin.exists() or not (file := tokenizer_file(config.data)):
-        return load_model_tokenizer(run)[1]
+        return ByteTokenizer() if is_byte_level(own) else load_model_tokenizer(run)[1]
     if not same_tokens(file, own):
         raise DataError(
             f"{own} and {file} are different tokenizers: name by data.path the folder that was prepared with the first "
@@ -89,15 +91,19 @@ def tokenizer_of_run(config: Config, run: Path) -> Tokenizer:
     return source_tokenizer(config.data)
 
 
-def check_tokens_of_run(config: Config, run: Path, data: DataConfig) -> Tokenizer:
-    """Return what `tokenizer_of_run` does. Raises DataError unless all sources of `data` have tokens of that kind."""
+def check_tokens_of_run(config: Config, run: Path, data: DataConfig, names: Sequence[str] | None = None) -> Tokenizer:
+    """Return what `tokenizer_of_run` does. Raises DataError unless all sources of `data` have tokens of that kind.
+
+    `names` are those of the sources' paths in messages, by default the settings.
+    """
     tokenizer, own = tokenizer_of_run(config, run), run / BPE_FILE
     is_bytes = isinstance(tokenizer, ByteTokenizer)
     for number, source in enumerate(data.mixture):
         file = tokenizer_file(data, number)
         if (file is _BYTES) != is_bytes or (file and own.is_file() and not same_tokens(file, own)):
+            setting = (names or data.path_names)[number]
             raise DataError(
-                f"{data.path_names[number]}={source.path} has {_kind_of(file)}, and run {run} was trained on "
+                f"{setting}={source.path} has {_kind_of(file)}, and run {run} was trained on "
                 f"{'bytes' if is_bytes else 'those of another tokenizer'}: name a text that was prepared with the run's"
             )
     return tokenizer
@@ -125,9 +131,9 @@ def _file_of_model(config: Config, begun: Path) -> Path | None:
     if origin := origin_of(config):
         if not (origin.parent / BPE_FILE).is_file():
             raise ConfigError(f"it has no {BPE_FILE}")
-        return origin.parent / BPE_FILE
-    if (begun / BPE_FILE).is_file():
-        return begun / BPE_FILE
+        begun = origin.parent
+    if (own := begun / BPE_FILE).is_file():
+        return _BYTES if is_byte_level(own) else own
     data = load_config(begun).data
     try:
         return tokenizer_file(data)

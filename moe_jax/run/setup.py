@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from moe_jax.checkpoint.checksums import ReplicasError, agreed_digests, digest_program
 from moe_jax.checkpoint.replicas.plan import SafetyPlan, safety_plan
 from moe_jax.config import Config
-from moe_jax.config.validate import check_batch_split, check_expert_split
+from moe_jax.config.validate import check_batch_split, check_expert_split, check_sharding_axes
 from moe_jax.config.yaml_io import to_yaml
 from moe_jax.data.loader import Batches, train_batches
 from moe_jax.data.mixture import Mixture
@@ -131,6 +131,7 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
     mesh = make_mesh(config.mesh)
     check_expert_split(config, mesh.shape)
     check_batch_split(config, batch_shards(mesh))
+    check_sharding_axes(config.optimizer, mesh.shape)
     check_wandb(config.log.wandb_project)
     config = with_fastest_product(with_fastest_exchange(config, mesh), mesh)
     if choices := choices_of(config, mesh):

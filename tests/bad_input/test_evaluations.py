@@ -19,6 +19,11 @@ REFUSED = [
         "--data page.html",
         "--data=page.html is no folder, .txt, .jsonl or .parquet file: prepare it with scripts/prepare_text.py",
     ),
+    (
+        "a folder of something else",
+        "--data full",
+        "--data=full has no meta.json: make a folder from its text with scripts/prepare_text.py",
+    ),
     ("an empty text", "--data empty.txt", "--data=empty.txt has 0 tokens, too few to predict one: give more text"),
     ("text that is not UTF-8", "--data latin1.txt", "latin1.txt is not UTF-8 text: convert it, e.g. with iconv"),
     (
@@ -34,7 +39,7 @@ REFUSED = [
     (
         "tokens of another tokenizer",
         "--data bpe",
-        "data.path=bpe has tokens of its own tokenizer.json, and run run was trained on bytes: name a text that was "
+        "--data=bpe has tokens of its own tokenizer.json, and run run was trained on bytes: name a text that was "
         "prepared with the run's",
     ),
     (
@@ -49,6 +54,13 @@ REFUSED = [
         "--tasks=arc_easy needs lm-eval, and lm_eval is not installed: pip install -e '.[eval]'",
     ),
     ("a limit of no task", "--limit 3", "--limit=3 is for tasks: name some with --tasks, or drop it"),
+    ("a chat of no task", "--chat", "--chat is for tasks: name some with --tasks, or drop it"),
+    (
+        "a chat without a template",
+        "--tasks arc_easy --chat",
+        "run has no chat_template.jinja, and no chat_template in a tokenizer_config.json: put the model's there, or "
+        "leave out --chat",
+    ),
     ("a file in the way", "--json file/found.json", "file: Not a directory: name another file or folder"),
 ]
 

@@ -39,7 +39,7 @@ DATA = [
     (
         "a folder of something else",
         "data.path=full",
-        "full has no meta.json: make a folder from its text with scripts/prepare_text.py",
+        "data.path=full has no meta.json: make a folder from its text with scripts/prepare_text.py",
     ),
     (
         "a damaged meta.json",

@@ -368,6 +368,12 @@ MESH = [
         "use mesh.expert=4 with mesh.data=-1",
     ),
     (
+        "sharding over what has one rank, as it turns out",
+        "mesh.expert=4 mesh.tensor=2 optimizer.zero=1 optimizer.zero_axes=[data]",
+        "optimizer.zero_axes=[data] shards over nothing, since this mesh has one rank along it: "
+        "use optimizer.zero_axes=[expert, tensor], or null for all axes",
+    ),
+    (
         "two axes that take the rest",
         "mesh.expert=-1",
         "mesh.data and mesh.expert are both -1, and only one axis can take the remaining devices: set mesh.data=1",

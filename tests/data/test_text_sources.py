@@ -37,6 +37,8 @@ def texts(count: int = 60) -> list[str | None]:
 
 
 def write(file: Path, documents: Sequence[str | None]) -> Path:
+    if file.suffix == ".saved":
+        return save_dataset(file, documents)
     if file.suffix == ".parquet":
         parquet.write_table(pa.table({"body": list(documents), "n": range(len(documents))}), file, row_group_size=7)
     else:
@@ -47,10 +49,25 @@ def write(file: Path, documents: Sequence[str | None]) -> Path:
     return file
 
 
+def save_dataset(folder: Path, documents: Sequence[str | None], batch: int = 7, files: int = 3) -> Path:
+    """Write a folder as `save_to_disk` of `datasets` does: streams of record batches, and two JSON files."""
+    folder.mkdir()
+    table = pa.table({"n": range(len(documents)), "body": pa.array(documents, pa.string())})
+    names = [f"data-{number:05}-of-{files:05}.arrow" for number in range(files)]
+    for name, rows in zip(names, np.array_split(np.arange(len(documents)), files), strict=True):
+        with pa.ipc.new_stream(folder / name, table.schema) as stream:
+            stream.write_table(table.take(rows), max_chunksize=batch)
+    state = {"_data_files": [{"filename": name} for name in names], "_format_type": None, "_split": None}
+    (folder / "state.json").write_text(json.dumps(state, indent=2))
+    features = {name: {"dtype": kind, "_type": "Value"} for name, kind in (("n", "int64"), ("body", "string"))}
+    (folder / "dataset_info.json").write_text(json.dumps({"features": features}, indent=2))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("texts")
-    for suffix in (".jsonl", ".parquet"):
+    for suffix in (".jsonl", ".parquet", ".saved"):
         write(folder / f"text{suffix}", texts())
     prepare_text(folder / "text.jsonl", folder / "bpe", tokenizer="bpe", vocab_size=300, text_key="body")
     return folder
@@ -60,7 +77,7 @@ def data_of(path: Path, **settings: object) -> DataConfig:
     return DataConfig(**{"path": str(path), "seq_len": SEQ_LEN, "text_key": "body"} | settings)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".saved"])
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
 @pytest.mark.parametrize("fraction", [0.1, 0.37])
 def test_samples_are_those_of_the_prepared_folder(
@@ -136,7 +153,8 @@ def refusal(settings: DataConfig) -> str:
 def test_what_cannot_be_encoded_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = folder / "text.jsonl"
     assert refusal(data_of(folder / "bpe")) == (
-        "data.text_key=body is for .jsonl and .parquet files, and no source is one: use data.text_key=text"
+        "data.text_key=body is for .jsonl and .parquet files and saved datasets, and no source is one: "
+        "use data.text_key=text"
     )
     assert refusal(data_of(folder / "bpe", text_key="text", tokenizer="x")).startswith("data.tokenizer=x is for .jsonl")
     assert refusal(data_of(text, tokenizer="x")) == "data.tokenizer=x must be bytes or a folder with a tokenizer.json"
@@ -164,6 +182,25 @@ def test_what_cannot_be_encoded_is_refused(folder: Path, tmp_path: Path, monkeyp
         f"cannot be written (no right): copy {text} to a folder that can be written, or prepare it with "
         "scripts/prepare_text.py"
     )
+
+
+def test_every_source_is_checked_before_the_tokens_of_one_are_counted(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = write(tmp_path / "text.jsonl", texts())
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "no.parquet").write_text("no table")
+    for name in ("bad.jsonl", "no.parquet", "none.jsonl", "."):
+        paths = (str(text), str(tmp_path / name))
+        sources = tuple(DataSource(path=path, weight=1, name=str(number)) for number, path in enumerate(paths))
+        assert refusal(DataConfig(path=None, seq_len=SEQ_LEN, text_key="body", sources=sources))
+    settings = data_of(text, tokenizer=str(folder / "bpe"))
+    with pytest.raises(DataError, match="has a vocabulary of 300 tokens, more than model"):
+        open_tokens(settings, 299)
+    monkeypatch.setattr(text_index, "check_writable", _no_right)
+    assert "cannot be written (no right): copy" in refusal(data_of(text))
+    assert capsys.readouterr().out == "", "nothing was counted"
+    assert not list(tmp_path.glob(".text*"))
 
 
 def _no_right(*_: object, **__: object) -> None:
@@ -239,3 +276,63 @@ def test_a_run_keeps_the_tokenizer_of_its_text_and_begins_with_no_other(folder: 
     )
     with pytest.raises(ConfigError, match=rf"^data.path={text} is read as bytes, and .*: set data.tokenizer={run}$"):
         check_tokens(Config(train=begun, data=data_of(text)), new=True)
+
+
+def test_a_dataset_is_counted_again_if_a_file_of_it_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = save_dataset(tmp_path / "text", texts())
+    open_tokens(data_of(text), 256)
+    assert "counting" in capsys.readouterr().out
+    open_tokens(data_of(text), 256)
+    assert not capsys.readouterr().out
+    os.utime(text / "data-00002-of-00003.arrow", ns=(1, 1))
+    open_tokens(data_of(text), 256)
+    assert "counting" in capsys.readouterr().out
+
+
+def test_a_dataset_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    text = save_dataset(tmp_path / "text", texts())
+    state, file, settings = text / "state.json", text / "data-00001-of-00003.arrow", data_of(text)
+    good, content = state.read_text(), file.read_bytes()
+    assert refusal(data_of(text, text_key="x")) == f"{text} has no 'x' but n, body: choose with data.text_key"
+    assert refusal(data_of(text, text_key="n")) == f"{text}: 'n' is int, not text: choose another with data.text_key"
+    for wrong in ("[]", "{", '{"_data_files": 3}', '{"_data_files": [{"name": "a"}]}'):
+        state.write_text(wrong)
+        assert refusal(settings).startswith(f"{state} is not that of a saved dataset (")
+    for wrong in ("../a.arrow", "/etc/passwd", 3, None, ""):
+        state.write_text(json.dumps({"_data_files": [{"filename": wrong}]}))
+        assert refusal(settings) == (f"{state} names {wrong!r}, which is no file in its folder: save the dataset again")
+    state.write_text('{"_data_files": []}')
+    assert refusal(settings) == f"{text} is a dataset without rows: give some text"
+    state.write_text(json.dumps(json.loads(good) | {"_indices_data_files": [{"filename": "indices.arrow"}]}))
+    assert refusal(settings).endswith("order of another file: load it with datasets, and save the dataset again")
+    state.write_text(good)
+    for wrong_bytes in (b"", b"no stream", content[:700], content[:-300], b"\xff" * 64):
+        file.write_bytes(wrong_bytes)
+        assert refusal(settings).startswith(f"{file} cannot be read as Arrow's streaming format ("), wrong_bytes[:9]
+    file.unlink()
+    os.mkfifo(file)
+    assert refusal(settings).startswith(f"{file} cannot be read as Arrow's streaming format (")
+    file.unlink()
+    assert "No such file" in refusal(settings)
+    ends = np.cumsum([0, *(len(text or "") for text in texts()[20:22])]).astype("<i4").tobytes()
+    for good_part, bad_part in ((b"not", b"\xff\xff\xff"), (ends, b"\xff" * 12), (b"body", b"\xff\xff\xff\xff")):
+        file.write_bytes(content.replace(good_part, bad_part))
+        assert "cannot be read as Arrow's streaming format (" in refusal(settings)
+
+
+def test_of_several_splits_one_is_named(tmp_path: Path) -> None:
+    (tmp_path / "all").mkdir()
+    for split in ("train", "test"):
+        save_dataset(tmp_path / "all" / split, texts())
+    splits = tmp_path / "all" / "dataset_dict.json"
+    splits.write_text('{"splits": ["train", "test"]}')
+    message = f"{tmp_path}/all has the splits train, test: name one, e.g. {tmp_path}/all/train"
+    assert refusal(data_of(tmp_path / "all")) == f"data.path={message.replace('e.g. ', 'e.g. data.path=')}"
+    with pytest.raises(DataError) as refused:
+        prepare_text(tmp_path / "all", tmp_path / "out", text_key="body")
+    assert str(refused.value) == message
+    (tmp_path / "a.txt").write_text("some text " * 9)
+    assert prepare_text(tmp_path, tmp_path / "out").skipped == ["all (a saved dataset, to be prepared alone)"]
+    assert len(open_tokens(data_of(tmp_path / "all" / "train"), 256)[0].train) > 1000
+    splits.write_text("3")
+    assert refusal(data_of(tmp_path / "all")).startswith(f"{splits} cannot be read (")

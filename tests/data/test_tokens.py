@@ -101,7 +101,7 @@ def test_an_empty_file_is_refused(text: Path, folder: Path) -> None:
 
 def test_a_folder_of_plain_text_is_refused(text: Path) -> None:
     assert refusal(text.parent) == (
-        f"{text.parent} has no meta.json: make a folder from its text with scripts/prepare_text.py"
+        f"data.path={text.parent} has no meta.json: make a folder from its text with scripts/prepare_text.py"
     )
 
 

@@ -7,15 +7,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from moe_jax.cli import convert
 from moe_jax.config import Config, DataConfig, TrainConfig
 from moe_jax.convert.hf_config import ConvertError
 from moe_jax.convert.source import ORIGIN
+from moe_jax.data.byte_level import is_byte_level
 from moe_jax.data.prepare import prepare_text
-from moe_jax.data.tokenizer import load_model_tokenizer
+from moe_jax.data.sources import source_tokenizer
+from moe_jax.data.tokenizer import ByteTokenizer, load_model_tokenizer
 from moe_jax.data.tokens import read_meta
-from moe_jax.run.export_tokenizer import save_tokenizer, special_tokens_of
+from moe_jax.errors import ConfigError, DataError
+from moe_jax.run.export_tokenizer import byte_tokenizer_of, save_tokenizer, special_tokens_of
+from moe_jax.run.model_tokenizer import check_tokens, tokenizer_of_run
 from tests.convert.golden import changed
 from tests.data.tokenizer_kinds import KINDS, save
 
@@ -165,3 +170,38 @@ def test_a_model_that_came_without_a_tokenizer_gets_that_of_the_data(prepared, t
     assert special_tokens_of(config, run) == NUMBERS
     own = dataclasses.replace(config, data=DataConfig(path=str(tmp_path / "text.txt")))
     assert special_tokens_of(own, run) == NUMBERS
+
+
+def test_a_model_of_bytes_leaves_with_their_tokenizer_and_comes_back_as_one(prepared, tmp_path):
+    run, model, text = tmp_path / "run", tmp_path / "model", tmp_path / "text.txt"
+    for folder in (run, model):
+        folder.mkdir()
+    config = Config(data=DataConfig(path=str(text)))
+    for file, content in byte_tokenizer_of(config, run).items():
+        (model / file).write_bytes(content)
+    assert byte_tokenizer_of(dataclasses.replace(config, data=DataConfig(path=str(prepared))), run) == {}
+    own, theirs = ByteTokenizer(), load_model_tokenizer(model)[1]
+    for each in (TEXT, "Wörter: слова 🙂\r\n\t  \x00\x7f\xa0\xad ÿ Ā", " a", ""):
+        assert theirs.encode(each) == own.encode(each)
+        assert theirs.decode(own.encode(each)) == own.decode(own.encode(each)) == each
+    assert theirs.decode([0xFF, 0x41]) == own.decode([0xFF, 0x41])
+    tokenizers.Tokenizer.from_file(str(model / "tokenizer.json")).save(str(model / "tokenizer.json"))
+    assert is_byte_level(model / "tokenizer.json"), "as others write it"
+    assert not any(is_byte_level(folder / "tokenizer.json") for folder in (prepared, tmp_path))
+    shutil.copyfile(model / "tokenizer.json", run / "tokenizer.json")
+    (run / ORIGIN).write_text("{}")
+    imported = Config(train=TrainConfig(init_from=str(run)), data=DataConfig(path=str(tmp_path / "none.txt")))
+    assert isinstance(tokenizer_of_run(imported, run), ByteTokenizer)
+    assert byte_tokenizer_of(imported, run) == {}
+    (run / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match=r"has no tokenizer\.json, and its model was not trained here"):
+        tokenizer_of_run(imported, run)
+    begun = dataclasses.replace(config, train=TrainConfig(init_from=str(model)))
+    (model / "config.json").write_text("{}")
+    check_tokens(begun, new=True)
+    with pytest.raises(ConfigError, match="was trained with bytes: prepare the text by"):
+        check_tokens(dataclasses.replace(begun, data=DataConfig(path=str(prepared))), new=True)
+    assert prepare_text(text, tmp_path / "again", tokenizer=model).tokenizer == "bytes"
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": TEXT}))
+    lines = DataConfig(path=str(tmp_path / "text.jsonl"), tokenizer=str(model))
+    assert isinstance(source_tokenizer(lines), ByteTokenizer)

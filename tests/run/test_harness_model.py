@@ -1,6 +1,7 @@
 """The model of lm-eval's interface against single forward passes: one sequence, one window, no cache, no batches."""
 
 import dataclasses
+import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from moe_jax.config import Config, DataConfig, TrainConfig
+from moe_jax.data.chat_template import ChatTemplate
 from moe_jax.data.tokenizer import ByteTokenizer
 from moe_jax.errors import ConfigError
 from moe_jax.run.harness import TaskResult, load_tasks, run_tasks
@@ -180,3 +182,60 @@ def test_results_of_tasks_are_their_numbers(harness: ModuleType, model: HarnessM
     ((expected, _),) = model.loglikelihood(requests(("to be", " or")))
     found = run_tasks(None, ["own"], model, None, None)
     assert found == [TaskResult("own", {"acc": expected, "f1:strict": 1.0})]
+
+
+class BpeLike(ByteTokenizer):
+    """A tokenizer of bytes with a special token `<s>`, which begins each document."""
+
+    begin_of_text = [1]  # noqa: RUF012 – the protocol's
+
+    def encode_markup(self, text: str) -> list[int]:
+        return [token for part in re.split("(<s>)", text) for token in ([1] if part == "<s>" else self.encode(part))]
+
+
+@pytest.fixture
+def chat(params: Any, tmp_path: Path) -> HarnessModel:
+    (tmp_path / "chat_template.jinja").write_text(
+        "<s>{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    template = ChatTemplate(tmp_path)
+    return HarnessModel(CONFIG, params, BpeLike(), frozenset({END}), batch_size=3, template=template)
+
+
+def test_a_context_of_a_chat_has_special_tokens_and_none_twice(chat: HarnessModel, params: Any) -> None:
+    context = chat.rendered([{"role": "user", "content": "hey"}])
+    assert context == "<s>u:hey;a:"
+    (found,) = chat.loglikelihood(requests((context, "no")))
+    np.testing.assert_allclose(found[0], score(params, [1, *b"u:hey;a:"], [*b"no"])[0], rtol=1e-4)
+    (rolling,) = chat.loglikelihood_rolling(requests(("<s>a",)))
+    np.testing.assert_allclose(rolling, score(params, [1], [*b"<s>a"])[0], rtol=1e-4)
+    plain = HarnessModel(CONFIG, params, BpeLike(), frozenset({END}), batch_size=3)
+    options = {"until": [";"], "max_gen_toks": 3}
+    assert chat.generate_until(requests((context, options))) == plain.generate_until(requests(("u:hey;a:", options)))
+
+
+def test_an_answer_that_is_begun_is_continued(chat: HarnessModel) -> None:
+    messages = [{"role": "user", "content": "hey"}, {"role": "assistant", "content": "he "}]
+    assert chat.rendered(messages, add_generation_prompt=False) == "<s>u:hey;a:he"
+
+
+def test_tasks_of_a_chat_are_conversations(harness: ModuleType, chat: HarnessModel, model: HarnessModel) -> None:
+    given: list[dict[str, Any]] = []
+
+    def simple_evaluate(**arguments: Any) -> dict[str, Any]:
+        given.append(arguments)
+        return {"results": {}}
+
+    harness.simple_evaluate = simple_evaluate  # type: ignore[attr-defined]
+    for each in (chat, model):
+        run_tasks(None, ["own"], each, None, None)
+    of_chat, plain = given
+    assert of_chat["apply_chat_template"]
+    assert of_chat["fewshot_as_multiturn"]
+    assert "apply_chat_template" not in plain
+    own = of_chat["model"]
+    assert own.apply_chat_template([{"role": "user", "content": "hey"}]) == "<s>u:hey;a:"
+    assert own.chat_template(True).startswith("<s>{% for")
+    assert own.tokenizer_name == "run"
+    assert plain["model"].chat_template(True) == ""

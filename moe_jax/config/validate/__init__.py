@@ -36,6 +36,7 @@ __all__ = [
     "check_node_split",
     "check_overrides",
     "check_ranges",
+    "check_sharding_axes",
     "check_tensor_split",
     "nearest_multiples",
     "plain_setting",
@@ -54,7 +55,7 @@ def check_config(config: Sections) -> None:
     check_schedule(config)
     check_exchange(config)
     check_optimizer(config.optimizer, config.train.steps)
-    check_sharding_axes(config.optimizer, config.mesh)
+    check_sharding_axes(config.optimizer, config.mesh.sizes)
     check_data(config.data)
     check_training(config)
     check_mtp(config)

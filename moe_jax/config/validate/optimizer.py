@@ -3,10 +3,11 @@
 import dataclasses
 import functools
 import re
+from collections.abc import Mapping
 
 from moe_jax.config.ranges import check_number
 from moe_jax.config.registry import OPTIMIZER_FACTS
-from moe_jax.config.sections import TOKEN_AXES, MeshConfig, OptimizerConfig, ParameterGroup
+from moe_jax.config.sections import TOKEN_AXES, OptimizerConfig, ParameterGroup
 from moe_jax.config.validate.ranges import RANGES
 from moe_jax.errors import ConfigError, all_of
 
@@ -66,12 +67,15 @@ def _check_zero_axes(settings: OptimizerConfig) -> None:
         )
 
 
-def check_sharding_axes(settings: OptimizerConfig, mesh: MeshConfig) -> None:
-    """Raise ConfigError if the axes over which ZeRO shards have one rank each, though others have more."""
+def check_sharding_axes(settings: OptimizerConfig, sizes: Mapping[str, int]) -> None:
+    """Raise ConfigError if the axes over which ZeRO shards have one rank each, though others have more.
+
+    `sizes` are those of the mesh; an axis of size -1 may have several ranks.
+    """
     axes = settings.zero_axes
-    if axes is None or any(mesh.sizes[axis] != 1 for axis in axes):
+    if axes is None or any(sizes[axis] != 1 for axis in axes):
         return
-    if larger := [axis for axis in TOKEN_AXES if mesh.sizes[axis] != 1]:
+    if larger := [axis for axis in TOKEN_AXES if sizes[axis] != 1]:
         raise ConfigError(
             f"optimizer.zero_axes=[{', '.join(axes)}] shards over nothing, since this mesh has one rank along "
             f"{'it' if len(axes) == 1 else 'each'}: use optimizer.zero_axes=[{', '.join(larger)}], or null for all axes"
