@@ -15,7 +15,7 @@ from moe_jax.convert.hf_config import FILE, ConvertError, HfConfig, read_config,
 from moe_jax.convert.quantized import quantization_of
 from moe_jax.convert.table import array_slices, disk_shapes
 from moe_jax.files.local_copy import local_outline, url_of
-from moe_jax.paths import is_bucket_url
+from moe_jax.telemetry.run_log import FILE_NAME as METRICS
 
 MTP_LEFT_OUT = "its module of multi-token prediction is not read: model.num_nextn_predict_layers=1 reads it"
 ORIGIN = "imported_config.json"  # a copy of the config.json of the imported model, in the run's folder
@@ -38,11 +38,13 @@ def origin_of(config: Config) -> Path | None:
 
 
 def is_imported(config: Config, run: Path) -> bool:
-    """Whether an import created the run. The `train.init_from` of such a run is the run itself."""
-    start = config.train.init_from
-    if start is None or not (run / ORIGIN).exists():
+    """Whether an import created the run, and no training: it has a model's config.json and no metrics.
+
+    Its `train.init_from` is the run itself, but may be a path relative to another folder, or from before it was moved.
+    """
+    if not (run / ORIGIN).exists():
         return False
-    return url_of(run) == start if is_bucket_url(start) else Path(start).resolve() == run.resolve()
+    return config.train.init_from == url if (url := url_of(run)) else not (run / METRICS).exists()
 
 
 def longest_sequence(config: Config, run: Path) -> int:

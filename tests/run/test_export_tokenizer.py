@@ -11,8 +11,9 @@ import tokenizers
 
 from moe_jax.cli import convert
 from moe_jax.config import Config, DataConfig, TrainConfig
+from moe_jax.config.yaml_io import load_config
 from moe_jax.convert.hf_config import ConvertError
-from moe_jax.convert.source import ORIGIN
+from moe_jax.convert.source import ORIGIN, is_imported
 from moe_jax.data.byte_level import is_byte_level
 from moe_jax.data.prepare import prepare_text
 from moe_jax.data.sources import source_tokenizer
@@ -68,6 +69,17 @@ def test_what_came_with_a_model_leaves_with_it(tmp_path, monkeypatch):
     settings = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {name: settings[name] for name in NUMBERS} == NUMBERS
     assert not (tmp_path / "out" / "notes.md").exists()
+
+
+def test_an_import_is_known_as_one_wherever_it_is(tmp_path, monkeypatch):
+    """Also after it was moved, and from another folder than that of the command; not after it was trained."""
+    monkeypatch.chdir(tmp_path)
+    call(monkeypatch, "import", model_with_all(tmp_path / "hf"), "--out", "run")
+    moved = Path("run").rename(tmp_path / "moved")
+    monkeypatch.chdir(moved)
+    assert is_imported(load_config(moved), moved)
+    (moved / "metrics.jsonl").touch()
+    assert not is_imported(load_config(moved), moved)
 
 
 def test_what_a_models_file_does_not_give_is_left_to_its_class(tmp_path):
