@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +27,11 @@ from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.all_to_all import EXCHANGES, Exchange
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.run.loop import train
-from moe_jax.schedule.actions import ScheduleError
+from moe_jax.schedule.actions import ScheduleError, Stream
 from moe_jax.schedule.build import make_schedule, make_shape
 from moe_jax.schedule.dependencies import check
 from moe_jax.schedule.policies import POLICIES
+from moe_jax.schedule.scanned import ScannedBlocks, make_scanned
 from moe_jax.step.optimizers import scale_of
 from moe_jax.step.optimizers.protocol import Parameter
 from tests.schedule.steps import nominal
@@ -117,6 +118,10 @@ LESS = WHOLE._replace(orders=lambda shape: {s: t[1:] for s, t in WHOLE.orders(sh
 TWICE = WHOLE._replace(orders=lambda shape: {s: [*t, *t[:1]] for s, t in WHOLE.orders(shape).items()})
 MORE = WHOLE._replace(
     orders=lambda shape: {s: [*t, *shape.tasks_of("W", shape.stages[0])] for s, t in WHOLE.orders(shape).items()}
+)
+EARLY = WHOLE._replace(orders=lambda shape: {s: [*t[-1:], *t[:-1]] for s, t in WHOLE.orders(shape).items()})
+CROSSED = WHOLE._replace(
+    orders=lambda shape: {s: t if s == Stream.COMPUTE else t[::-1] for s, t in WHOLE.orders(shape).items()}
 )
 
 
@@ -242,6 +247,27 @@ def test_what_is_no_policy_is_refused(name: str, message: str) -> None:
     with pytest.raises((ConfigError, ScheduleError)) as error:
         make_schedule(policy, shape, nominal(shape).of(shape))
     assert str(error.value) == f"schedule.policy={policy}{message}"
+
+
+@pytest.mark.parametrize("weight_grad", ["inline", "greedy"])
+@pytest.mark.parametrize("blocks", [1, 5])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("EARLY", r": B\.embed\.0 is before B\.attend\.0\.0, which it needs: move it after"),
+        (
+            "CROSSED",
+            r": tasks wait for each other for ever \(.*F\.expert\.0\.0 for F\.dispatch\.0\.0.*\): reorder them",
+        ),
+    ],
+)
+def test_tasks_before_what_they_need_are_refused(name: str, message: str, blocks: int, weight_grad: str) -> None:
+    """In scanned blocks, too, whose tasks are regrouped, and where weight gradients are placed."""
+    policy, shape = f"{__name__}:{name}", make_shape("unified", ["moe"] * blocks, 2, weight_grad=weight_grad)
+    scanned = [ScannedBlocks(1, 1, 3)] if blocks > 1 else []
+    make: Any = make_scanned if scanned else make_schedule
+    with pytest.raises(ScheduleError, match=f"^schedule.policy={policy}{message}$"):
+        make(policy, shape, *scanned, nominal(shape).of(shape))
 
 
 GATE = (

@@ -5,6 +5,7 @@ The tasks of a config's step, before they have an order.
 
 import functools
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -166,7 +167,34 @@ def _orders(name: str, shape: StepShape) -> Orders:
             raise ScheduleError(f"schedule.policy={name}: the {stream} stream {cure.format(task)}")
         if len(listed) > len(tasks):
             raise ScheduleError(f"schedule.policy={name}: the {stream} stream lists a task twice: list each once")
+    _check_order(name, shape, orders)
     return orders
+
+
+def _check_order(name: str, shape: StepShape, orders: Orders) -> None:
+    """Raise ScheduleError if a stream lists a task before one that it needs, directly or through other streams."""
+    graph, lanes = task_graph(shape), [deque(tasks) for tasks in orders.values()]
+    listed = {task for lane in lanes for task in lane}
+
+    @functools.cache
+    def needed(task: Action) -> frozenset[Action]:
+        """The listed tasks that it needs; others, such as weight gradients, are placed later."""
+        direct = graph[task]
+        return (direct & listed).union(*(needed(need) for need in direct - listed))
+
+    done: set[Action] = set()
+    while any(lanes):
+        ready = [lane for lane in lanes if lane and needed(lane[0]) <= done]
+        if not ready:
+            heads = [(lane[0], needed(lane[0]) - done, lane) for lane in lanes if lane]
+            early = [(task, need) for task, needs, lane in heads for need in needs & set(lane)]
+            if early:
+                task, need = min(early)
+                raise ScheduleError(f"schedule.policy={name}: {task} is before {need}, which it needs: move it after")
+            waits = ", ".join(f"{task} for {min(needs)}" for task, needs, _ in heads)
+            raise ScheduleError(f"schedule.policy={name}: tasks wait for each other for ever ({waits}): reorder them")
+        for lane in ready:
+            done.add(lane.popleft())
 
 
 def _policy(name: str) -> Policy:
