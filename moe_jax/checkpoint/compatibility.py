@@ -1,5 +1,6 @@
 """Checks that a run can resume from its checkpoints: they need the same model and the same order of the data."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ _FREE = {
     "model.moe.z_loss_coeff",
     "model.moe.bias_update_rate",  # if both configs have a router bias, or neither has
 }
+_NOT_OF_A_STEP = ("log.", "checkpoint.", "plan.", "train.steps", "train.eval_every")
 
 
 def check_same_run(
@@ -129,6 +131,21 @@ def renamed_sources(config: Config, saved: Mapping[str, Any]) -> str:
     if not changed:
         return ""
     return f"{'; '.join(changed)}: metrics of later steps have the new name (set its name to keep the old one)"
+
+
+def changed_settings(config: Config, saved: Mapping[str, Any]) -> str:
+    """Return the settings that differ from those of a checkpoint, with its values; empty without any.
+
+    `saved` is the config in the checkpoint's record. Settings of logs, checkpoints and plans, and the number of steps,
+    do not change what a step computes, and are left out.
+    """
+    trained = config_from(with_new_names(saved))
+    changed = [each for each in _differences(config, trained, "") if not each[0].startswith(_NOT_OF_A_STEP)]
+    return ", ".join(f"{name}={_value(here)} (was {_value(there)})" for name, here, there in changed)
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _number(data: DataConfig) -> str:

@@ -46,7 +46,10 @@ _WORDS = {  # in the legend
     "parameters": "gathers of parameters",
     "reduce": "sums of gradients",
     "counts": "sum of routers' counts",
+    "forward": "forward, of no task",
+    "backward": "backward, of no task",
 }
+_CHARACTER = 0.004  # of the length of a picture, as wide as a character of a bar's text
 
 
 def predicted_bars(timeline: Timeline) -> list[Bar]:
@@ -134,7 +137,7 @@ def _rows(bars: Sequence[Bar]) -> list[list[Bar]]:
 
 
 def draw(timelines: Timelines, file: Path | BinaryIO, title: str, scales: Mapping[str, float] | None = None) -> None:
-    """Draw timelines as a PNG on a common time axis.
+    """Draw timelines as a PNG on a common time axis. Wide bars of tasks have their block and part, such as 0.1.
 
     The times of a timeline in `scales` are divided by its factor, and it gets an axis of its own, above. Raises
     PlotError if matplotlib is not installed.
@@ -168,6 +171,9 @@ def draw(timelines: Timelines, file: Path | BinaryIO, title: str, scales: Mappin
                 linewidth=[0.2 if spans[i][1] > narrow_ms else 0 for i in chosen],
                 hatch=hatch,
             )
+        for bar, (start_ms, width_ms) in zip(bars, spans, strict=True):
+            if 0 < len(text := _place(bar.name)) * _CHARACTER * length_ms < width_ms:
+                axes.text(start_ms + width_ms / 2, y, text, fontsize=5, ha="center", va="center")
         if y and name != rows[y - 1][0]:
             axes.axhline(y - 0.5, color="lightgrey", linewidth=0.6)
     labels = [f"{name} (axis above)" if name in scales else name for name, _ in rows]
@@ -213,3 +219,8 @@ def _op(name: str) -> str:
 def _direction(name: str) -> str:
     head, dot, _ = name.partition(".")
     return head if dot and head in ("F", "B", "W", "P", "G") else ""
+
+
+def _place(name: str) -> str:
+    """Return the block and part in an action's name, as far as it has them; "" for other names."""
+    return ".".join(name.split(".")[2:]) if _direction(name) else ""

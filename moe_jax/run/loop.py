@@ -8,6 +8,7 @@ from collections.abc import Callable
 import jax
 from jax.profiler import StepTraceAnnotation
 
+from moe_jax.checkpoint.compatibility import changed_settings
 from moe_jax.checkpoint.save import Checkpoints
 from moe_jax.config import Config
 from moe_jax.data.loader import check_next_batch
@@ -93,6 +94,8 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
     ):
         if restored:
             _print(_resuming(step, restored.source) if step < last else _ALREADY.format(run.folder, step))
+            if changed := changed_settings(run.config, restored.record.config):
+                _print(f"changed since: {changed}")
         if failed_at:
             log.write({"step": step, "back_from_step": failed_at})
         meter = Meter(config, log, peak, energy_counter(jax.local_devices()), metrics_at=run.source_metrics)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from moe_jax.checkpoint.compatibility import check_same_model
+from moe_jax.checkpoint.compatibility import changed_settings, check_same_model
 from moe_jax.config import Config, OptimizerConfig
 from moe_jax.config.renamed import RENAMED, RENAMED_VALUES
+from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import CheckpointError
 
 
@@ -44,3 +45,12 @@ def test_old_values_are_of_settings_that_exist() -> None:
     for name, _ in RENAMED_VALUES:
         section, key = name.split(".")
         assert key in settings[section]
+
+
+def test_settings_that_changed_are_named_with_what_they_were() -> None:
+    saved = json.loads(json.dumps(dataclasses.asdict(Config())))
+    assert changed_settings(Config(), saved) == ""
+    words = ["model.moe.capacity_factor=null", "schedule.policy=unified", "log.every=3", "train.steps=7"]
+    assert changed_settings(load_config(None, words), saved) == (
+        "model.moe.capacity_factor=null (was 1.25), schedule.policy=unified (was vanilla)"
+    )

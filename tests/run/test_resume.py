@@ -134,13 +134,14 @@ def assert_equal_to_round_off(folder: Path, expected: Path) -> None:
     np.testing.assert_allclose(list(losses.values()), list(wanted.values()), rtol=1e-6)
 
 
-def test_resumed_on_another_mesh_losses_are_equal_to_round_off(uninterrupted, restored, tmp_path):
+def test_resumed_on_another_mesh_losses_are_equal_to_round_off(uninterrupted, restored, tmp_path, capsys):
     folder, _ = uninterrupted
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "checkpoints" / "100")
     before = lines_of(tmp_path, last=50)
     train(config_in(tmp_path, "mesh.data=2", "mesh.expert=4"))
     assert restored == [50]
+    assert "changed since: mesh.data=2 (was " in capsys.readouterr().out
     assert lines_of(tmp_path, last=50) == before
     assert_equal_to_round_off(tmp_path, folder)
 

@@ -30,7 +30,8 @@ FACTS = DispatcherFacts(name="sort", listed=0, sorts_rows=True)
 def permute(
     x_TD: Float[Array, "T D"], choice: TopKRouting, moe: MoEConfig, ep_size: int, capacity: CapacityState | None = None
 ) -> tuple[ExpertRows, TopKMetadata]:
-    """Return tokens in their slots [P, L, C, D]. `capacity` (None: all) is what earlier parts of the batch left.
+    """Return tokens in their slots [P, L, C, D]. `capacity` is what earlier parts of the batch left; steps
+    always give it, and without it, in tests, experts have all of theirs.
 
     A part has at most one row per token for an expert, so it sends no more slots than it has tokens.
     """
