@@ -2,8 +2,9 @@
 
 Copies the committed tree and runs the shell commands of the pages' code blocks in the copy: README.md first, then the
 pages in the order of docs/pages.md. A page that clones the project gets a new copy, which the pages after it use as
-well. A training run that takes longer than --limit seconds gets a SIGTERM, at which it saves a checkpoint and ends. A
-command is skipped if this machine lacks something that it needs: NEEDS below lists these requirements and their tests.
+well. A training run that takes longer than --limit seconds gets a SIGTERM, at which it saves a checkpoint and ends; so
+does `report --watch`, which ends no other way. A command is skipped if this machine lacks something that it needs:
+NEEDS below lists these requirements and their tests.
 
 Writes results/docs_commands.json; with --pages only the results of those pages. Exit code 1 if a command failed. Takes
 two hours or more on two idle cores.
@@ -182,10 +183,11 @@ def _outcome(command: Command, copy: Path, limit: int) -> dict[str, Any]:
     if (need := command.need) and _bash(need.test, copy, 120)[0] != 0:
         return {"outcome": "needs", "why": need.reason}
     start = time.monotonic()
+    watches = " --watch " in command.typed  # until it is stopped, which it has no exit code for
     trains = re.search(r"python -m moe_jax\.(train|launch)", command.typed) and "--dry-run" not in command.typed
-    code, output, stopped = _bash(command.typed, copy, limit if trains else 3600)
+    code, output, stopped = _bash(command.typed, copy, limit if trains or watches else 3600)
     outcome: dict[str, Any] = {"seconds": round(time.monotonic() - start)}
-    wanted = 2 if command.shown.startswith("error: ") else 0
+    wanted = 2 if command.shown.startswith("error: ") else -signal.SIGTERM if watches and stopped else 0
     if code != wanted or (wanted and output.strip() != command.shown):
         return outcome | {"outcome": "failed", "why": f"exit code {code}: {output.strip()[-600:]}"}
     return outcome | ({"outcome": "stopped", "why": f"after {limit} s, as asked"} if stopped else {"outcome": "ran"})
