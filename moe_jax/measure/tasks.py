@@ -143,12 +143,21 @@ def _parts_of(program: HloModule) -> dict[str, list[Action]]:
     return parts
 
 
+_PARTS = ("get-tuple-element", "slice", "dynamic-slice", "bitcast")  # operations that only take a part
+
+
 def _takes_part(line: Instruction, program: HloModule) -> bool:
     """Whether an instruction only takes a part of its operand. This is how a merge is undone, under the names of its
-    parts.
+    parts. A fusion's other operands may only be there to order it.
     """
-    last = program.computations[line.called[0]][-1] if line.opcode == "fusion" else line
-    return last.opcode in ("get-tuple-element", "slice", "dynamic-slice", "bitcast")
+    if line.opcode != "fusion":
+        return line.opcode in _PARTS
+    fused = program.computations[line.called[0]]
+    last, by_name = fused[-1], {each.name: each for each in fused}
+    taken = last
+    while taken.opcode != "parameter" and taken.operands and taken.operands[0] in by_name:
+        taken = by_name[taken.operands[0]]
+    return last.opcode in _PARTS and taken.opcode == "parameter" and taken.operands == ("0",)
 
 
 def _moved(planned: Sequence[Action], issued: Iterable[Action]) -> list[Action]:

@@ -68,6 +68,23 @@ def test_a_task_without_a_collective_is_missing_and_one_with_two_is_split() -> N
     assert found.split == {Action.parse("F.dispatch.0.0"): 2}
 
 
+@pytest.mark.parametrize("ordered", [False, True], ids=["a part of it", "only after it"])
+def test_what_only_waits_for_a_collective_is_no_part_of_it(ordered: bool) -> None:
+    """XLA:CPU keeps an order by a value that it computes from the collective's result and does not need."""
+    taken = "%later" if ordered else "%first"
+    body = (
+        "%part (first: u8[10], later: u8[10]) -> u8[5] {\n  %first = u8[10] parameter(0)\n"
+        f"  %later = u8[10] parameter(1)\n  ROOT %slice = u8[5] slice({taken}), slice={{[0:5]}}\n}}\n"
+    )
+    part = (
+        "%of_it = u8[5] fusion(%F_dispatch_0_0.done, %x10), kind=kLoop, calls=%part, "
+        'metadata={op_name="jit(step)/F.dispatch.0.1/slice"}'
+    )
+    toy = program("\n".join([operand(10), sent("F.dispatch.0.0"), part]), body)
+    found = match(schedule("F.dispatch.0.0 F.dispatch.0.1"), toy, replay(toy, TOY, 2))
+    assert found.merged == (() if ordered else (actions("F.dispatch.0.0 F.dispatch.0.1"),))
+
+
 @pytest.mark.parametrize(("name", "target"), [("tpu_v5p.hlo", "v5p:2x2x2"), ("gpu_h100.hlo", "h100:1x1x8")])
 def test_reductions_that_real_compilers_merged_are_named(name: str, target: str) -> None:
     real = saved(name)
