@@ -113,7 +113,7 @@ def _compiled(arguments: argparse.Namespace) -> None:
     options = dict(map(_option, arguments.option))
     variants = variants_of(arguments.policies, overrides)
     traced = read_traced(arguments.trace) if arguments.trace else None
-    chosen = variant_of(arguments.config, overrides, variants) if traced else None
+    chosen = variant_of(arguments.config, overrides, variants, traced.has_tasks) if traced else None
     compiled = compile_variants(target, arguments.config, variants, options, arguments.save_hlo)
     measured = measure(traced, next(each for each in compiled if each.variant == chosen)) if traced else None
     parts = [describe_measured(measured)] if measured else []

@@ -76,13 +76,17 @@ def read_trace(folder: Path, program: str) -> list[TracedOperation]:
 
 
 def of_one_device(
-    operations: Sequence[TracedOperation], program: HloModule, schedule: Schedule
+    operations: Sequence[TracedOperation], program: HloModule, schedule: Schedule | None
 ) -> list[TracedOperation]:
     """Return the operations of the first device, without loops and calls; tasks in loops over blocks get the schedule's
-    names.
+    names. A plain step has none.
     """
     device = min((operation.device for operation in operations), key=lambda name: (len(name), name))
+    lines = program.by_name
     own = [operation for operation in operations if operation.device == device]
+    own = [each for each in own if not (each.name in lines and lines[each.name].is_control)]
+    if schedule is None:
+        return own
     iterations_of = dict(_loop_iterations(program, program.computations[program.entry], ()))
     inside = (action_of(operation.task) for operation in own if iterations_of.get(operation.name))
     name_of = iteration_names(schedule, filter(None, inside))
@@ -95,8 +99,7 @@ def of_one_device(
         iteration = operation.run * math.prod(iterations) // runs[operation.name] % iterations[-1]
         return operation._replace(task=str(name_of(action, iteration, iterations[-1]) or action))
 
-    lines = program.by_name
-    return [rename(each) for each in own if not (each.name in lines and lines[each.name].is_control)]
+    return list(map(rename, own))
 
 
 def seconds_by_op(operations: Iterable[TracedOperation], kinds: Sequence[str]) -> dict[str, dict[str, float]]:

@@ -41,6 +41,11 @@ class Traced(NamedTuple):
     num_devices: int  # of all processes
     mesh: Mapping[str, int] | None  # devices along each axis; None if the trace is no longer in its run's folder
 
+    @property
+    def has_tasks(self) -> bool:
+        """Whether operations belong to tasks of a schedule; those of a plain step do not."""
+        return any(action_of(operation.task) for operation in self.operations)
+
 
 class TracedStep(NamedTuple):
     """One device's operations in a traced step, with the compiled step of the same config."""
@@ -62,7 +67,7 @@ class TracedStep(NamedTuple):
 
 
 def read_traced(folder: Path) -> Traced:
-    """Read a trace and its program. Raises TraceError unless the folder has both, of one scheduled step."""
+    """Read a trace and its program. Raises TraceError unless the folder has both, of one step."""
     if not folder.is_dir():
         raise TraceError(f"--trace {folder} is no folder: {_WANTED}")
     if not (folder / PROGRAM).is_file():
@@ -81,11 +86,6 @@ def read_traced(folder: Path) -> Traced:
     steps = _steps(program, operations)
     if steps > 1:
         raise TraceError(f"--trace {folder} is of {steps} steps: trace one, e.g. with log.trace_step=20")
-    if not any(action_of(operation.task) for operation in operations):
-        raise TraceError(
-            f"--trace {folder} is of a plain step, whose operations belong to no tasks: "
-            "trace a run with schedule.policy=unified or expert_pipeline"
-        )
     partitions = re.search(r"num_partitions=(\d+)", text.partition("\n")[0])
     num_devices = int(partitions[1]) if partitions else 1
     return Traced(folder, program, operations, num_devices, _mesh_of_run(folder, num_devices))
@@ -109,19 +109,25 @@ def _steps(program: HloModule, operations: Sequence[TracedOperation]) -> int:
     return statistics.mode(runs.values()) if runs else 1
 
 
-def variant_of(config: str, overrides: Sequence[str], variants: Mapping[str, Sequence[str]]) -> str:
-    """Return the variant with the same config, or else the first scheduled one of its policy. Raises TraceError."""
+def variant_of(
+    config: str, overrides: Sequence[str], variants: Mapping[str, Sequence[str]], has_tasks: bool = True
+) -> str:
+    """Return the variant with the same config, or else the first one of its policy, for a trace that has tasks or not.
+
+    Raises TraceError.
+    """
     own = load_config(config, overrides)
-    if not own.step_facts.orders_tasks:
+    if own.step_facts.orders_tasks != has_tasks:
+        kinds = ("scheduled", "schedules nothing") if has_tasks else ("plain", "orders tasks")
         raise TraceError(
-            f"--trace is of a scheduled step, and --config {config} schedules nothing "
+            f"--trace is of a {kinds[0]} step, and --config {config} {kinds[1]} "
             f"(schedule.policy={own.schedule.policy}): name the config of the run that was traced"
         )
     others = {name: load_config(config, settings) for name, settings in variants.items()}
     alike = [
         name
         for name, each in others.items()
-        if each.step_facts.orders_tasks and each.schedule.policy == own.schedule.policy
+        if each.step_facts.orders_tasks == has_tasks and each.schedule.policy == own.schedule.policy
     ]
     if not alike:
         raise TraceError(
@@ -131,13 +137,15 @@ def variant_of(config: str, overrides: Sequence[str], variants: Mapping[str, Seq
 
 
 def measure(traced: Traced, compiled: Compiled) -> TracedStep:
-    """Return the operations of the first device, named as the tasks in the schedule of the compiled step.
+    """Return the operations of the first device, named as the tasks in the schedule of the compiled step, if any.
 
     Raises TraceError for tasks that this schedule does not have.
     """
-    assert compiled.outcome.schedule is not None
-    schedule = Schedule.parse(compiled.outcome.schedule)
+    text = compiled.outcome.schedule
+    schedule = None if text is None else Schedule.parse(text)
     operations = of_one_device(traced.operations, traced.program, schedule)
+    if schedule is None:
+        return TracedStep(traced.folder, compiled, operations, traced.num_devices, traced.mesh)
     strange = {action for each in operations if (action := action_of(each.task))} - set(schedule.actions)
     if strange:
         raise TraceError(
@@ -171,10 +179,16 @@ def _most_exposed(operations: Sequence[TracedOperation]) -> str:
     spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for each in operations:
         if each.communicates:
-            spans[each.task or each.name.rstrip(".0123456789")].append((each.start_s, each.end_s))
+            spans[_label(each)].append((each.start_s, each.end_s))
     exposed_s = {task: _seconds([*compute, *own]) - _seconds(compute) for task, own in spans.items()}
     longest = sorted((task for task in exposed_s if exposed_s[task] > 0), key=lambda task: -exposed_s[task])
     return ", ".join(f"{task} {ms(exposed_s[task])} ms" for task in longest[:_MOST_LISTED]) or "none"
+
+
+def _label(operation: TracedOperation) -> str:
+    """Name a collective by its task, or in a plain step by its kind and pass."""
+    kind, passes = operation.name.rstrip(".0123456789"), {"F": "forward", "B": "backward"}
+    return f"{passes[operation.task]} {kind}" if operation.task in passes else operation.task or kind
 
 
 def _other_mesh(measured: TracedStep) -> Iterator[tuple[str, str]]:

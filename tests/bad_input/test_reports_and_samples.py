@@ -124,8 +124,8 @@ TRACES = [
     (
         "a plain step",
         f"{SCHEDULED} --trace run_traced/trace/0",
-        "--trace run_traced/trace/0 is of a plain step, whose operations belong to no tasks: "
-        "trace a run with schedule.policy=unified or expert_pipeline",
+        "--trace is of a plain step, and --config tiny.yaml orders tasks (schedule.policy=unified): "
+        "name the config of the run that was traced",
     ),
 ]
 

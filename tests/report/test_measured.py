@@ -92,6 +92,8 @@ def test_the_most_exposed_tasks_are_those_with_the_longest_communication_alone()
     assert _most_exposed(hidden) == "none"
     half = [ran("B.combine.0.0", 0.0, 2.0, "all-to-all.5"), ran("B.expert.0.0", 1.5, 3.0)]
     assert _most_exposed(half) == "B.combine.0.0 1500.0 ms"
+    plain = [ran("F", 0.0, 2.0, "all-to-all.5"), ran("B", 3.0, 4.0, "all-to-all.6")]
+    assert _most_exposed(plain) == "forward all-to-all 2000.0 ms, backward all-to-all 1000.0 ms"
 
 
 def test_the_mesh_of_a_trace_is_that_of_its_run_if_it_has_as_many_devices(tmp_path: Path) -> None:
@@ -160,6 +162,15 @@ def test_a_trace_is_of_the_variant_that_the_config_itself_is(config: str) -> Non
     assert chosen(config, f"unified,{ring}", "exchange.algorithm=ring") == "unified"
     assert chosen(config, f"{ring},unified") == "unified"
     assert chosen(config, ring) == ring
+
+
+def test_a_trace_of_a_plain_step_is_of_a_plain_variant(config: str) -> None:
+    plain = ["schedule.policy=vanilla", "schedule.microbatches=1"]
+    assert variant_of(config, plain, variants_of("unified,vanilla", plain), has_tasks=False) == "vanilla"
+    with pytest.raises(
+        UserError, match=r"is of a plain step, and --config .* orders tasks \(schedule.policy=unified\)"
+    ):
+        variant_of(config, [], variants_of(None, []), has_tasks=False)
 
 
 def test_a_trace_of_none_of_the_variants_is_refused(config: str) -> None:
