@@ -188,7 +188,7 @@ def _outcome(command: Command, copy: Path, limit: int) -> dict[str, Any]:
     code, output, stopped = _bash(command.typed, copy, limit if trains or watches else 3600)
     outcome: dict[str, Any] = {"seconds": round(time.monotonic() - start)}
     wanted = 2 if command.shown.startswith("error: ") else -signal.SIGTERM if watches and stopped else 0
-    if code != wanted or (wanted and output.strip() != command.shown):
+    if code != wanted or (wanted == 2 and output.strip() != command.shown):
         return outcome | {"outcome": "failed", "why": f"exit code {code}: {output.strip()[-600:]}"}
     return outcome | ({"outcome": "stopped", "why": f"after {limit} s, as asked"} if stopped else {"outcome": "ran"})
 
