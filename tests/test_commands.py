@@ -111,8 +111,10 @@ def test_a_run_leaves_everything_in_its_folder(output):
 
 
 def test_a_finished_run_started_again_trains_no_further(output):
-    before = records()
-    again = printed(training.main, "--config", "run")
+    before, config = records(), Path("run", "config.yaml").read_text()
+    again = printed(training.main, "--config", "run", "exchange.algorithm=ring", "optimizer.learning_rate=0.5")
+    assert "changed since" not in again
+    assert Path("run", "config.yaml").read_text() == config, "it still says what trained the model"
     assert f"log.dir=run is already trained to step {STEPS}: set train.steps higher to continue\n" in again
     assert records() == before
     assert [path.name for path in Path("run", "checkpoints").iterdir()] == [str(STEPS)]

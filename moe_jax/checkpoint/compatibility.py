@@ -28,7 +28,7 @@ _FREE = {
     "model.moe.z_loss_coeff",
     "model.moe.bias_update_rate",  # if both configs have a router bias, or neither has
 }
-_NOT_OF_A_STEP = ("log.", "checkpoint.", "plan.", "train.steps", "train.eval_every")
+_NOT_OF_A_STEP = ("log.", "checkpoint.", "plan.", "train.eval_every")
 
 
 def check_same_run(
@@ -80,8 +80,8 @@ def _check_same(config: Config, saved: Config, run: Path, fixed: tuple[str, ...]
             # parameters are kept, moments start at zero
             reset = f" with train.init_from={run}, which resets the moments" if name.startswith("optimizer.") else ""
             raise CheckpointError(
-                f"{name}={here}, but the checkpoints in log.dir={run} have {name}={there}: "
-                f"use {name}={there}, or another log.dir{reset}"
+                f"{name}={_value(here)}, but the checkpoints in log.dir={run} have {name}={_value(there)}: "
+                f"use {name}={_value(there)}, or another log.dir{reset}"
             )
 
 
@@ -136,12 +136,19 @@ def renamed_sources(config: Config, saved: Mapping[str, Any]) -> str:
 def changed_settings(config: Config, saved: Mapping[str, Any]) -> str:
     """Return the settings that differ from those of a checkpoint, with its values; empty without any.
 
-    `saved` is the config in the checkpoint's record. Settings of logs, checkpoints and plans, and the number of steps,
-    do not change what a step computes, and are left out.
+    `saved` is the config in the checkpoint's record. Settings of logs, checkpoints and plans do not change what a step
+    computes, and are left out, and so is the number of steps if the learning rate does not depend on it.
     """
     trained = config_from(with_new_names(saved))
-    changed = [each for each in _differences(config, trained, "") if not each[0].startswith(_NOT_OF_A_STEP)]
-    return ", ".join(f"{name}={_value(here)} (was {_value(there)})" for name, here, there in changed)
+    left_out: tuple[str, ...] = _NOT_OF_A_STEP
+    if config.optimizer.schedule == trained.optimizer.schedule == "constant":
+        left_out += ("train.steps",)
+    changed = [each for each in _differences(config, trained, "") if not each[0].startswith(left_out)]
+    texts = [f"{name}={_value(here)} (was {_value(there)}{_EFFECTS.get(name, '')})" for name, here, there in changed]
+    return ", ".join(texts)
+
+
+_EFFECTS = {"train.steps": "; the learning rate follows the new number"}
 
 
 def _value(value: Any) -> str:

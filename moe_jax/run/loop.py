@@ -78,12 +78,13 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
     dtype = config.train.compute_dtype
     peak = cached_number(f"rate-{dtype}", lambda: matrix_flops_per_s(dtype)) if is_main_process() else math.inf
     replicator = Replicator(run, restored)
+    last, step = config.train.steps, run.first_step
     with replicator.released_if_refused():
         programs = compile_programs(run)
         state = restored.state if restored else first_state(run, programs)
         program = programs.step.result()  # nothing is written if the step does not compile
-        write_start(run, programs.fingerprint)
-    last, step = config.train.steps, run.first_step
+        if step < last or not (run.folder / "config.yaml").exists():  # a run that trains no step keeps its config
+            write_start(run, programs.fingerprint)
     with (
         replicator.released_if_refused(),
         _open_log(run) as log,
@@ -94,7 +95,7 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
     ):
         if restored:
             _print(_resuming(step, restored.source) if step < last else _ALREADY.format(run.folder, step))
-            if changed := changed_settings(run.config, restored.record.config):
+            if step < last and (changed := changed_settings(run.config, restored.record.config)):
                 _print(f"changed since: {changed}")
         if failed_at:
             log.write({"step": step, "back_from_step": failed_at})

@@ -9,7 +9,7 @@ import pytest
 from moe_jax.checkpoint.compatibility import changed_settings, check_same_model
 from moe_jax.config import Config, OptimizerConfig
 from moe_jax.config.renamed import RENAMED, RENAMED_VALUES
-from moe_jax.config.yaml_io import load_config
+from moe_jax.config.yaml_io import config_from, load_config
 from moe_jax.errors import CheckpointError
 
 
@@ -52,5 +52,12 @@ def test_settings_that_changed_are_named_with_what_they_were() -> None:
     assert changed_settings(Config(), saved) == ""
     words = ["model.moe.capacity_factor=null", "schedule.policy=unified", "log.every=3", "train.steps=7"]
     assert changed_settings(load_config(None, words), saved) == (
-        "model.moe.capacity_factor=null (was 1.25), schedule.policy=unified (was vanilla)"
+        "model.moe.capacity_factor=null (was 1.25), schedule.policy=unified (was vanilla), "
+        "train.steps=7 (was 1000; the learning rate follows the new number)"
     )
+
+
+def test_more_steps_change_nothing_at_a_constant_learning_rate() -> None:
+    constant = {"optimizer": {"schedule": "constant"}}
+    saved = json.loads(json.dumps(dataclasses.asdict(config_from(constant))))
+    assert changed_settings(config_from(constant | {"train": {"steps": 7}}), saved) == ""
