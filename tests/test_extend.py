@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 
+from moe_jax.cli import plan
 from moe_jax.config import MoEConfig, OptimizerConfig
 from moe_jax.config.plugins import load_part
 from moe_jax.config.validate.plugins import BUILT_IN_PARTS
@@ -53,8 +55,24 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (tmp_path / name).write_text(code)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    (command,) = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
-    return [word for word in command.split() if "=" in word]
+    return [word for word in commands()[0] if "=" in word]
+
+
+def commands() -> list[list[str]]:
+    """The words of the page's commands: one trains, the other one draws."""
+    train, plan = re.findall(r"```sh\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    return [shlex.split(command.replace("\\\n", "")) for command in (train, plan)]
+
+
+@pytest.mark.usefixtures("examples")
+def test_a_plan_draws_the_order_with_all_of_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = commands()[1][3:]
+    words[words.index("--model") + 1] = str(DOCS.parents[1] / "configs/shakespeare_cpu.yaml")
+    monkeypatch.setattr(sys, "argv", ["plan", *words])
+    plan.main()
+    assert Path("plans/first.png").exists()
+    planned = load_config("plans/first.yaml")
+    assert planned.schedule == load_config(None, [word for word in words if word.startswith("schedule.")]).schedule
 
 
 def test_they_train(examples: list[str]) -> None:
@@ -236,9 +254,12 @@ def test_an_exchange_of_ones_own_is_refused_with_stages() -> None:
     ("name", "message"),
     [
         ("LINES", " is of type int: name a moe_jax.schedule.policies.protocol.Policy"),
-        ("LESS", ": the compute stream leaves out F.embed.0: list it"),
+        ("LESS", ": the compute stream leaves out F.embed.0 (2 microbatches, 2 chunks): list it"),
         ("TWICE", ": the compute stream lists a task twice: list each once"),
-        ("MORE", ": the compute stream lists W.embed.0, which is none of its tasks: leave it out"),
+        (
+            "MORE",
+            ": the compute stream lists W.embed.0 (2 microbatches, 2 chunks), which is none of its tasks: leave it out",
+        ),
     ],
 )
 def test_what_is_no_policy_is_refused(name: str, message: str) -> None:

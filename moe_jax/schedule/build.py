@@ -154,8 +154,6 @@ def _exchanges(orders: Orders) -> list[list[Action]]:
 
 def _orders(name: str, shape: StepShape) -> Orders:
     orders = _policy(name).orders(shape)
-    if name in POLICIES:
-        return orders
     lists = orders.values() if isinstance(orders, Mapping) else [None]
     if not all(isinstance(tasks, list) and all(isinstance(task, Action) for task in tasks) for tasks in lists):
         raise ConfigError(f"schedule.policy={name}: orders returns no lists of tasks by stream: {_ORDERS}")
@@ -164,7 +162,9 @@ def _orders(name: str, shape: StepShape) -> Orders:
         if wrong := set(tasks) ^ set(listed):
             task = min(wrong)
             cure = "leaves out {}: list it" if task in tasks else "lists {}, which is none of its tasks: leave it out"
-            raise ScheduleError(f"schedule.policy={name}: the {stream} stream {cure.format(task)}")
+            parts = shape.backward if task.direction == "B" else shape.forward
+            of = f"{task} ({parts.microbatches} microbatches, {parts.chunks} chunks)"
+            raise ScheduleError(f"schedule.policy={name}: the {stream} stream {cure.format(of)}")
         if len(listed) > len(tasks):
             raise ScheduleError(f"schedule.policy={name}: the {stream} stream lists a task twice: list each once")
     _check_order(name, shape, orders)
@@ -206,7 +206,7 @@ def _policy(name: str) -> Policy:
             f"schedule.policy={name} is of type {type(policy).__name__}: "
             "name a moe_jax.schedule.policies.protocol.Policy"
         )
-    return policy if name in POLICIES else _guarded(name, policy)
+    return _guarded(name, policy)
 
 
 _MOST_PARTS = 2**16

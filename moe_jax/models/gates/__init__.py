@@ -13,8 +13,8 @@ from moe_jax.config import MoEConfig, registry
 from moe_jax.config.plugins import first_line_of, guarded, load_part
 from moe_jax.errors import ConfigError
 from moe_jax.models.gates import softmax
-from moe_jax.models.gates.choice import TopKRouting
-from moe_jax.models.gates.protocol import Gate, of_logits
+from moe_jax.models.gates.choice import Decision, TopKRouting
+from moe_jax.models.gates.protocol import Gate, GateOutput, of_logits
 
 GATES: dict[str, Gate] = {name: module.GATE for name, module in registry.GATE_FACTS.modules().items()}
 
@@ -27,9 +27,26 @@ def gate_of(moe: MoEConfig) -> Gate:
     """
     gate = load_part("model.moe.gate", moe.gate, GATES)
     if moe.gate in GATES:
-        return gate
+        return _named(moe.gate, gate)
     _check(gate, moe)
     return of_logits(gate)
+
+
+def _named(name: str, gate: Gate) -> Gate:
+    """Return the gate, with a check of what it returns that names it."""
+
+    @functools.wraps(gate)
+    def decide(*inputs: Any, **named_inputs: Any) -> GateOutput:
+        found = gate(*inputs, **named_inputs)
+        if isinstance(found, GateOutput) and isinstance(found.decision, Decision):
+            return found
+        made, of = (found.decision, "a GateOutput of ") if isinstance(found, GateOutput) else (found, "")
+        raise TypeError(
+            f"model.moe.gate={name} returns {of}{type(made).__name__}: "
+            "return a GateOutput of a Decision (models/gates/choice.py)"
+        )
+
+    return decide
 
 
 def _check(gate: Any, moe: MoEConfig) -> None:

@@ -1,4 +1,7 @@
-"""Split exchanges and experts by capacity, inside each MoE layer (Tutel, PipeMoE). Attention is not split."""
+"""Split exchanges and experts by capacity, inside each MoE layer (Tutel, PipeMoE). Attention is not split.
+
+The order is `protocol.breadth_first`.
+"""
 
 from moe_jax.config.facts import PolicyFacts
 from moe_jax.schedule.policies.protocol import Policy, breadth_first

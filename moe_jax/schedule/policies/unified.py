@@ -1,4 +1,7 @@
-"""Split the whole batch, so that attention and gate of one microbatch hide the exchanges of another (FlowMoE)."""
+"""Split the whole batch, so that attention and gate of one microbatch hide the exchanges of another (FlowMoE).
+
+The order is `protocol.breadth_first`.
+"""
 
 from moe_jax.config.facts import PolicyFacts
 from moe_jax.schedule.policies.protocol import Policy, breadth_first

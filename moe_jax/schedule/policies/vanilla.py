@@ -1,4 +1,7 @@
-"""Split nothing: every exchange waits for compute, and compute for every exchange."""
+"""Split nothing: every exchange waits for compute, and compute for every exchange.
+
+The order is `protocol.breadth_first`, which has one part of each stage.
+"""
 
 from moe_jax.config.facts import PolicyFacts
 from moe_jax.schedule.actions import ScheduleError
