@@ -48,7 +48,7 @@ def main() -> None:
         "--cluster",
         metavar="NAME",
         required=True,
-        help=f"{', '.join(PRESETS)} with a number of devices, as in h100x64, v5p-512, 4xv5e-256; "
+        help=f"{', '.join(PRESETS)} with a number of devices, as in h100x64, v5p-512, 4xv5e-256, cpux4; "
         "the JSON file of a measured profile, or a YAML file that describes a cluster (docs/plan.md)",
     )
     parser.add_argument(

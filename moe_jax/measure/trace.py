@@ -2,6 +2,7 @@
 
 import gzip
 import math
+import re
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +20,8 @@ from moe_jax.schedule.schedule import Schedule
 FOLDER, PROGRAM = "trace", "step.hlo"  # in the folder of a run: the trace of a step, and its program
 FILES = "*.trace.json.gz"
 MOST_BYTES = 2**30  # limit for a program's text and for an unpacked trace file
+# scopes of a step without tasks: parts of the model, and of the update
+_PART = re.compile(r"[/(](embed|attention|mlp|route|dispatch|experts|combine|head|optimizer|grad_reduce|grad_norm)[/)]")
 Event = dict[str, Any]  # in Chrome's trace format
 
 
@@ -37,6 +40,7 @@ class TracedOperation(NamedTuple):
     end_s: float
     device: str = ""
     run: int = 0  # number of the run of this instruction on this device
+    part: str = ""  # of the model or step, e.g. experts, by the scopes that a step without tasks has
 
 
 def read_trace(folder: Path, program: str) -> list[TracedOperation]:
@@ -62,6 +66,7 @@ def read_trace(folder: Path, program: str) -> list[TracedOperation]:
         TracedOperation(
             name=event["args"]["hlo_op"],
             task=_task(line, hlo) if line else "",
+            part=_part(line, hlo) if line else "",
             communicates=event["name"] == ARRIVING or (line is not None and _communicates(line, hlo)),
             thread=named.get((event["pid"], event["tid"], "thread_name"), str(event["tid"])),
             start_s=(event["ts"] - first) * 1e-6,
@@ -176,6 +181,11 @@ def _task(line: Instruction, program: HloModule) -> str:
     if action := action_of(stack):
         return str(action)
     return "B" if "transpose(" in stack else "F" if "jvp(" in stack else ""
+
+
+def _part(line: Instruction, program: HloModule) -> str:
+    found = _PART.search(line.op_name if line.is_control else program.op_name(line))
+    return found[1] if found else ""
 
 
 def _loop_iterations(

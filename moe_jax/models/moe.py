@@ -52,7 +52,7 @@ class RouterContext(NamedTuple):
     """What the router of one block reads besides the features of tokens."""
 
     inputs: RouterInputs | None = None  # for the gate; None: it reads features only, and no token is padding
-    capacity: CapacityState | None = None  # what earlier parts of the batch left; None, in tests: all
+    capacity: CapacityState | None = None  # plain step: all slots; scheduled: less those that earlier microbatches used
     slot_E: Int[Array, " E"] | None = None  # position of each expert (`models/placement.py`); None: in order
 
 

@@ -77,6 +77,7 @@ def after_mtp_input(run: Callable[..., Any], model: ModelConfig) -> Callable[...
     return with_input
 
 
+@jax.named_scope("head")
 def decoder_loss(
     params: Tree,
     x_BnD: Float[Array, "B n D"],

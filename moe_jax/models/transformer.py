@@ -236,6 +236,7 @@ def dense_block(
     return x_BND + _sharded_mlp(params["mlp"], rms_norm(x_BND, params["norm"], model.rms_norm_eps), model)
 
 
+@jax.named_scope("mlp")
 def _sharded_mlp(params: Any, h_BND: Float[Array, "B N D"], model: ModelConfig) -> Float[Array, "B N D"]:
     """Return what an MLP adds to the residual stream. Its hidden width is sharded over tensor ranks."""
     return scaled(tp_reduce_scatter(mlp(params, tp_all_gather(h_BND, 1)), 1), model.residual_multiplier)
@@ -263,6 +264,7 @@ def block(
     return rejoin(routed.x_BND, returned, routed.metadata, model), routed.stats
 
 
+@jax.named_scope("embed")
 def embed(
     embedding: Float[Array, "V D"], token_BN: Int[Array, "B N"], model: ModelConfig, compute: ComputeConfig
 ) -> Float[Array, "B N D"]:

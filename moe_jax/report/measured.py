@@ -27,6 +27,7 @@ from moe_jax.measure.trace import (
 from moe_jax.report.compiled import Compiled
 from moe_jax.report.compiled_text import columns, ms
 from moe_jax.schedule.schedule import Schedule
+from moe_jax.telemetry.run_log import FILE_NAME, read_metrics
 
 _MOST_LISTED = 5  # tasks
 _WANTED = f"name the folder that log.trace_step filled, e.g. RUN/{FOLDER}/0"
@@ -162,10 +163,14 @@ def describe_measured(measured: TracedStep) -> str:
         for communicates in (False, True)
     )
     hidden_s = _seconds(compute) + _seconds(communication) - _seconds(compute + communication)
+    idle_s = measured.step_s - _seconds(compute + communication)
     facts = [
         ("measured step", f"{ms(measured.step_s)} ms, {measured.ratio:.3g} × the estimated one"),
         ("compute", f"{ms(_seconds(compute))} ms"),
         ("communication", f"{ms(_seconds(communication))} ms, of which hidden {ms(hidden_s)}"),
+        ("idle", f"{ms(idle_s)} ms"),
+        *_untraced(measured),
+        ("longest compute", _longest_compute(measured.operations)),
         ("most exposed", _most_exposed(measured.operations)),
         *_other_mesh(measured),
     ]
@@ -180,15 +185,47 @@ def _most_exposed(operations: Sequence[TracedOperation]) -> str:
     for each in operations:
         if each.communicates:
             spans[_label(each)].append((each.start_s, each.end_s))
-    exposed_s = {task: _seconds([*compute, *own]) - _seconds(compute) for task, own in spans.items()}
-    longest = sorted((task for task in exposed_s if exposed_s[task] > 0), key=lambda task: -exposed_s[task])
-    return ", ".join(f"{task} {ms(exposed_s[task])} ms" for task in longest[:_MOST_LISTED]) or "none"
+    return _longest({task: _seconds([*compute, *own]) - _seconds(compute) for task, own in spans.items()})
+
+
+def _longest_compute(operations: Sequence[TracedOperation]) -> str:
+    """Name the tasks that computed longest."""
+    spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for each in operations:
+        if not each.communicates:
+            spans[_label(each)].append((each.start_s, each.end_s))
+    return _longest({task: _seconds(own) for task, own in spans.items()})
+
+
+def _longest(seconds: Mapping[str, float]) -> str:
+    longest = sorted((task for task in seconds if seconds[task] > 0), key=lambda task: -seconds[task])
+    return ", ".join(f"{task} {ms(seconds[task])} ms" for task in longest[:_MOST_LISTED]) or "none"
 
 
 def _label(operation: TracedOperation) -> str:
-    """Name a collective by its task, or in a plain step by its kind and pass."""
-    kind, passes = operation.name.rstrip(".0123456789"), {"F": "forward", "B": "backward"}
-    return f"{passes[operation.task]} {kind}" if operation.task in passes else operation.task or kind
+    """Name an operation by its task, or in a plain step by its pass and by the part of the model or its kind."""
+    if operation.task not in _PASSES:
+        return operation.task or operation.part or _kind(operation)
+    is_exchange = operation.part in ("dispatch", "combine")
+    is_named = is_exchange if operation.communicates else bool(operation.part)
+    words = [_PASSES[operation.task], operation.part, "" if is_named else _kind(operation)]
+    return " ".join(filter(None, words))
+
+
+_PASSES = {"F": "forward", "B": "backward"}
+
+
+def _kind(operation: TracedOperation) -> str:
+    return operation.name.rstrip(".0123456789") if operation.communicates else "other"
+
+
+def _untraced(measured: TracedStep) -> Iterator[tuple[str, str]]:
+    """Yield a line with the median time of the steps that the run recorded, if its folder has any."""
+    run = measured.folder.absolute().parents[1]
+    records = read_metrics(run) if (run / FILE_NAME).is_file() else []
+    steps_s = [record["step_s"] for record in records if "step_s" in record]
+    if steps_s:
+        yield "other steps", f"{ms(statistics.median(steps_s))} ms, the median of the run's records"
 
 
 def _other_mesh(measured: TracedStep) -> Iterator[tuple[str, str]]:

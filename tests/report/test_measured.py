@@ -1,6 +1,7 @@
 """Measured lanes: one device's operations under the names of the schedule, and the variant that they are of."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from moe_jax.report.compiled import Compiled, variants_of
 from moe_jax.report.measured import (
     Traced,
     TracedStep,
+    _longest_compute,
     _mesh_of_run,
     _most_exposed,
     _steps,
@@ -58,10 +60,12 @@ def test_a_measured_step_is_reported_with_the_estimated_one() -> None:
     compiled = Compiled(variant="unified", outcome=outcome(), replay=estimated, match=None, predicted=None)
     assert describe_measured(TracedStep(Path("trace/0"), compiled, STEP, 8, None)).splitlines() == [
         "── unified, measured: device 0 of trace/0",
-        "measured step  5000.0 ms, 2 × the estimated one",
-        "compute        2999.5 ms",
-        "communication  3000.0 ms, of which hidden 1000.0",
-        "most exposed   F.dispatch.0.0 1000.0 ms, all-reduce 1000.0 ms",
+        "measured step    5000.0 ms, 2 × the estimated one",
+        "compute          2999.5 ms",
+        "communication    3000.0 ms, of which hidden 1000.0",
+        "idle             0.500 ms",
+        "longest compute  F.attend.0.0 2499.5 ms, other 500.0 ms",
+        "most exposed     F.dispatch.0.0 1000.0 ms, all-reduce 1000.0 ms",
     ]
 
 
@@ -94,6 +98,31 @@ def test_the_most_exposed_tasks_are_those_with_the_longest_communication_alone()
     assert _most_exposed(half) == "B.combine.0.0 1500.0 ms"
     plain = [ran("F", 0.0, 2.0, "all-to-all.5"), ran("B", 3.0, 4.0, "all-to-all.6")]
     assert _most_exposed(plain) == "forward all-to-all 2000.0 ms, backward all-to-all 1000.0 ms"
+
+
+def test_operations_of_a_plain_step_have_the_names_of_its_parts() -> None:
+    step = [
+        ran("F", 0.0, 2.0)._replace(part="attention"),
+        ran("F", 2.0, 3.0, "all-to-all.5")._replace(part="dispatch"),
+        ran("B", 3.0, 4.0, "all-gather.6")._replace(part="attention"),
+        ran("B", 4.0, 5.5)._replace(part="experts"),
+        ran("", 5.5, 6.0)._replace(part="optimizer"),
+        ran("F", 6.0, 6.25),
+    ]
+    assert _longest_compute(step) == (
+        "forward attention 2000.0 ms, backward experts 1500.0 ms, optimizer 500.0 ms, forward other 250.0 ms"
+    )
+    assert _most_exposed(step) == "forward dispatch 1000.0 ms, backward attention all-gather 1000.0 ms"
+
+
+def test_the_run_s_own_step_time_is_beside_the_traced_one(tmp_path: Path) -> None:
+    estimated = replay(program(work("a", 2_500_000), BODY), TOY, 1)
+    compiled = Compiled(variant="unified", outcome=outcome(), replay=estimated, match=None, predicted=None)
+    step = TracedStep(tmp_path / "trace" / "0", compiled, STEP, 8, None)
+    assert "other steps" not in describe_measured(step)
+    lines = [json.dumps({"step": n, "step_s": step_s}) for n, step_s in enumerate((0.5, 0.25, 0.125))]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert "other steps      250.0 ms, the median of the run's records\n" in describe_measured(step)
 
 
 def test_the_mesh_of_a_trace_is_that_of_its_run_if_it_has_as_many_devices(tmp_path: Path) -> None:
