@@ -721,11 +721,11 @@ MUTATIONS = (
     ),
     Mutation(
         "not_summed_over_data_ranks",
-        "step/scheduled/grad_buckets.py",
+        "step/scheduled/reduce_groups.py",
         "for axis in TOKEN_AXES if axis not in sharded_axes(spec) and mesh_shape[axis] > 1)",
         "for axis in TOKEN_AXES[1:] if axis not in sharded_axes(spec) and mesh_shape[axis] > 1)",
         "data ranks of a scheduled step train models of their own",
-        ["tests/step/test_grad_buckets.py"],
+        ["tests/step/test_reduce_groups.py"],
     ),
     Mutation(
         "accumulation_keeps_the_last_part",

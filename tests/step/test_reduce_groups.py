@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.zero import unsharded_specs
-from moe_jax.step.scheduled.grad_buckets import Reduction
+from moe_jax.step.scheduled.reduce_groups import Reduction
 
 # Per device. Two large matrices, one of them an expert's; small gradients of both kinds.
 SHAPES = {

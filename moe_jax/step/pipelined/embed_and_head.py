@@ -19,9 +19,9 @@ from moe_jax.schedule.actions import NO_BLOCK, Action
 from moe_jax.step.losses import ObjectiveParts, parts_of
 from moe_jax.step.pipelined.stage_inputs import MTPBlock
 from moe_jax.step.scheduled.executor import Tasks
-from moe_jax.step.scheduled.grad_buckets import Reduction
 from moe_jax.step.scheduled.grad_reduce import GradientReducer
 from moe_jax.step.scheduled.layer_loop import run
+from moe_jax.step.scheduled.reduce_groups import Reduction
 from moe_jax.step.scheduled.scan_residuals import BlockConsts
 from moe_jax.step.scheduled.step_dims import StepDims
 

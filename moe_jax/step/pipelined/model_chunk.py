@@ -23,10 +23,10 @@ from moe_jax.step.losses import ObjectiveParts, parts_of
 from moe_jax.step.pipelined.buffer_reuse import BufferSlot, assign_buffer_slots
 from moe_jax.step.pipelined.build import Orders
 from moe_jax.step.scheduled.executor import Tasks
-from moe_jax.step.scheduled.grad_buckets import Reduction
 from moe_jax.step.scheduled.grad_reduce import GradientReducer
 from moe_jax.step.scheduled.layer_loop import run
 from moe_jax.step.scheduled.pullbacks import TaskKey
+from moe_jax.step.scheduled.reduce_groups import Reduction
 from moe_jax.step.scheduled.scan_residuals import BlockConsts, ScanBody
 from moe_jax.step.scheduled.split_vjp import Pullback
 from moe_jax.step.scheduled.step_dims import StepDims

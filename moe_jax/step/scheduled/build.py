@@ -32,7 +32,7 @@ from moe_jax.schedule.dependencies import check
 from moe_jax.schedule.scanned import ScannedBlocks, ScannedSchedule, make_scanned
 from moe_jax.schedule.schedule import Schedule
 from moe_jax.step.optimizer import state_shard_specs
-from moe_jax.step.scheduled.grad_buckets import Reduction
+from moe_jax.step.scheduled.reduce_groups import Reduction
 
 
 @dataclasses.dataclass(frozen=True)

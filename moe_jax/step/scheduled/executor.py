@@ -78,7 +78,7 @@ class Tasks:
         # what gates read besides features, before block 0
         self.router_inputs = consts.router_inputs and consts.router_inputs.parts(dims.microbatches)
         self.documents = consts.documents(dims.microbatches)
-        self.slots = consts.slots  # placement of each block's experts, if not in order
+        self.placements = consts.placements  # placement of each block's experts, if not in order
         self.x: dict[int, jax.Array] = {}  # residual stream of each microbatch
         self.metadata: dict[int, DispatchMetadata] = {}  # to unpermute its rows after combine
         self.flow: Flow = {}  # by piece: its rows before dispatch, at the experts, or after combine
@@ -142,7 +142,7 @@ class Tasks:
                 self.order.record_compute(self.x[r])
                 continue
             inputs = None if self.router_inputs is None else self.router_inputs[r].above(block)
-            context = RouterContext(inputs, self._capacity(block, r), self.slots.get(block))
+            context = RouterContext(inputs, self._capacity(block, r), self.placements.get(block))
             route = partial(attend_and_route, model=model, view=view, compute=dims.compute, document_BL=document)
             routed: Routed = self._attended(block, r, partial(route, context=context, ragged=dims.ragged))
             self.x[r], self.metadata[r], self.stats[block, r] = routed.x_BND, routed.metadata, routed.stats

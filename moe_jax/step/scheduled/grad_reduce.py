@@ -17,7 +17,7 @@ from moe_jax.parallel.reductions import REDUCTIONS, ReduceImpl, scatter_of
 from moe_jax.parallel.trees import Tree
 from moe_jax.schedule.actions import NO_BLOCK, Action
 from moe_jax.step.scheduled.executor import Tasks
-from moe_jax.step.scheduled.grad_buckets import ReduceGroup, Reduction
+from moe_jax.step.scheduled.reduce_groups import ReduceGroup, Reduction
 
 
 class StartedSum(NamedTuple):

@@ -84,8 +84,8 @@ def _gradients_of_part(
         blocks |= {block: owned(params, model, block + 1, _slice) for block in outside}
     router_inputs = inputs.router_inputs(context)
     moe = [block for block, kind in enumerate(model.block_kinds) if kind == "moe"]
-    slots = {} if slot_ME is None else {block: slot_ME[m] for m, block in enumerate(moe) if block in outside}
-    consts = BlockConsts(blocks, router_inputs, slots, document_BN)
+    placements = {} if slot_ME is None else {block: slot_ME[m] for m, block in enumerate(moe) if block in outside}
+    consts = BlockConsts(blocks, router_inputs, placements, document_BN)
     tasks = Tasks(
         *(dims, None if gathering else params, consts, tokens),
         stored=None if gathering else partial(_stored, params, model),

@@ -87,9 +87,10 @@ class LayerScan:
             other = jnp.clip(iteration + shift, 0, self.scan_blocks.count - 1)
             named = max(shift, 0) * self.scan_blocks.size
             shards = {block + named: self.layout.take(self.params, other, block) for block in self._blocks}
-        slots = {} if self.slot_ME is None else {b: self._of_moe_block(self.slot_ME, iteration, b) for b in self.moe}
+        slot_ME = self.slot_ME
+        placements = {} if slot_ME is None else {b: self._of_moe_block(slot_ME, iteration, b) for b in self.moe}
         router_inputs = self.router_inputs and self.router_inputs.above(iteration * self.scan_blocks.size)
-        return BlockConsts(weights, router_inputs, slots, self.document_BN, shards)
+        return BlockConsts(weights, router_inputs, placements, self.document_BN, shards)
 
     def _gathering(self, consts: BlockConsts, shift: int) -> ParamGathering | None:
         """Return what gathers the weights of another iteration's blocks, named like those of the next one, or in

@@ -19,7 +19,7 @@ class BlockConsts(NamedTuple):
 
     blocks: dict[int, Tree]  # weights, by the block's number
     router_inputs: RouterInputs | None = None  # what gates read besides features, before these blocks
-    slots: Mapping[int, jax.Array] = MappingProxyType({})  # placement of a block's experts, if not in order
+    placements: Mapping[int, jax.Array] = MappingProxyType({})  # placement of a block's experts, if not in order
     document_BN: jax.Array | None = None  # the document of each token of whole sequences; None: all are of one
     shards: dict[int, Tree] | None = None  # of blocks whose weights are gathered while these ones compute
 
