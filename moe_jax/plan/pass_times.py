@@ -14,11 +14,11 @@ from moe_jax.plan.resources import owned_by_kind
 from moe_jax.plan.simulate import SimulatedTask, Timeline
 from moe_jax.plan.step_times import Step
 from moe_jax.schedule.actions import NO_BLOCK, Action, Stream, two_streams
-from moe_jax.schedule.dependencies import Needs, task_graph
-from moe_jax.schedule.pipelines.tick import needs_inside
+from moe_jax.schedule.dependencies import task_graph
+from moe_jax.schedule.pipelines.tick import needs_inside, numbered_inside
 from moe_jax.schedule.schedule import Schedule
 from moe_jax.schedule.shape import StepShape
-from moe_jax.schedule.simulation import simulate_streams
+from moe_jax.schedule.simulation import simulate_numbered, simulate_streams
 
 _PERIODS = 3  # simulated periods of equal blocks; each further one takes as long as the last one added
 
@@ -130,22 +130,24 @@ class PassTimes:
     def _passes(self, kinds: tuple[str, ...]) -> ChunkTimes:
         """The durations of the passes of a chunk with these blocks that neither recompute nor add gradients."""
         orders = self._orders(kinds)
-        shape, together = orders.shape, [action for _, action in orders.together]
+        shape, slowdown = orders.shape, self._step.slowdown
         seconds = self._step.task_seconds(
             Schedule(self._step.config.schedule.policy, shape, (*orders.forward, *orders.backward, *orders.weight))
         )
 
-        def simulated(actions: Sequence[Action]) -> PassTime:
-            needs: Needs = needs_inside(actions, shape)
-            spans = simulate_streams(actions, needs, seconds, two_streams, slowdown=self._step.slowdown)
+        def simulated(actions: Iterable[Action]) -> PassTime:
+            actions = tuple(actions)
+            tasks, streams = numbered_inside(actions, shape, two_streams)
+            times_s, order = list(map(seconds, actions)), range(len(actions))
+            spans = simulate_numbered(order, tasks, times_s, streams, [0] * len(actions), slowdown)
             busy = dict.fromkeys(Stream, 0.0)
-            for action, span in spans.items():
-                busy[two_streams(action)] += span.end_s - span.start_s
+            for task, span in spans.items():
+                busy[streams[task]] += span.end_s - span.start_s
             end_s = max((span.end_s for span in spans.values()), default=0.0)
             return PassTime(end_s, busy[Stream.COMPUTE], busy[Stream.COMMUNICATION])
 
         return ChunkTimes(
-            simulated(orders.forward), simulated(orders.backward), simulated(orders.weight), simulated(together)
+            *map(simulated, (orders.forward, orders.backward, orders.weight, [task for _, task in orders.together]))
         )
 
     def _simulate(self, kinds: tuple[str, ...]) -> ChunkTimes:
