@@ -416,6 +416,10 @@ REFUSED = {
         "model.moe.num_experts=6 is not divisible by mesh.expert=2 × mesh.tensor=2: "
         "use 4 or 8 experts, or mesh.expert=1 or 3"
     ),
+    "exchange.tensor_form=sharded_scheduled": (
+        "exchange.tensor_form=sharded_scheduled makes gathers over tensor ranks tasks of a schedule, and this step "
+        "has none: use schedule.policy=unified schedule.microbatches=2, or exchange.tensor_form=sharded"
+    ),
     "mesh.tensor=2 mesh.experts_over_tensor=true exchange.tensor_form=sharded_chunked": (
         "exchange.tensor_form=sharded_chunked is how tensor ranks share each expert, and with "
         "mesh.experts_over_tensor=true they share none: use exchange.tensor_form=sharded"

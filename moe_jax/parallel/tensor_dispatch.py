@@ -1,4 +1,4 @@
-"""How t tensor ranks, each with 1/t of the width of every expert, share an exchange: four forms of one idea (MoNTA).
+"""How t tensor ranks, each with 1/t of the width of every expert, share an exchange: forms of one idea (MoNTA).
 
 `to_experts` sends this rank's rows [P, …], one block for each of P expert ranks, to all tensor ranks of the target, and
 returns what all sources sent here [t·P, …]. `from_experts` sends back the sum of what the tensor ranks computed, and is
@@ -10,6 +10,8 @@ forms return the same bits.
     sharded              send, gather    sum, send      the own rows
     sharded_chunked      as sharded in chunks: the second transfer of one overlaps with the first of the next
     sharded_overlapped   as sharded_chunked, and each chunk is copied to its place while later ones travel
+    sharded_scheduled    as sharded; in scheduled steps gather and sum are tasks of their own (FSMoE): the route of
+                         dispatch and combine is `without_tensor`, `received` and `computed` do the rest
 
 If experts are sharded over tensor ranks, too (`WHOLE_EXPERTS`), each is whole on its rank: rows are only sent. On one
 tensor rank nothing is gathered or summed.
@@ -84,9 +86,14 @@ class DispatchRoute(NamedTuple):
         return exchange_named("flat" if EXCHANGE_FACTS.of(self.algorithm).ragged else self.algorithm)
 
     @property
+    def without_tensor(self) -> "DispatchRoute":
+        """The route without the transfers between tensor ranks."""
+        return self._replace(form=WHOLE_EXPERTS)
+
+    @property
     def goes_by_hops(self) -> bool:
         """Whether blocks travel one by one, so that experts can process one while the next travels."""
-        return self.algorithm == "ring" and self.form in ("sharded", WHOLE_EXPERTS)
+        return self.algorithm == "ring" and self.form in ("sharded", "sharded_scheduled", WHOLE_EXPERTS)
 
     @property
     def shares_experts(self) -> bool:
@@ -105,7 +112,7 @@ class DispatchRoute(NamedTuple):
 
     def transfer(self, *, to_experts: bool) -> Transfer:
         """Return the transfer to the experts, or the one from them."""
-        form = _WHOLE if self.form == WHOLE_EXPERTS else FORMS[self.form]
+        form = _WHOLE if self.form == WHOLE_EXPERTS else FORMS[self.form.removesuffix("_scheduled")]
         return form.to_experts if to_experts else form.from_experts
 
     def all_to_all(self, x: jax.Array, send: Send, *, to_experts: bool) -> jax.Array:

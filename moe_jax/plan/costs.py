@@ -95,12 +95,14 @@ def task_times(
     estimated = {op: _compute(matmul, work) for op, work in work_of(config, tokens, platform).items()}
     own = exchange_bytes(config, tokens, expert_ranks)
     copies = tensor_ranks if config.exchange.tensor_form == "replicated" else 1
-    moved = own * copies * (expert_ranks - 1) / expert_ranks
-    gathered = own * (tensor_ranks - 1) * rates.gather.beta_s / rates.exchange.beta_s  # as bytes of an exchange
-    exchange = Transfer(link=rates.exchange, num_bytes=moved + gathered)
+    moved, gathered = own * copies * (expert_ranks - 1) / expert_ranks, own * (tensor_ranks - 1)
+    gather = Transfer(link=rates.gather, num_bytes=gathered)
+    if config.exchange.tensor_form != "sharded_scheduled":  # one task, with the gather as bytes of an exchange
+        moved += gathered * rates.gather.beta_s / rates.exchange.beta_s
+    exchange = Transfer(link=rates.exchange, num_bytes=moved)
     return TaskTimes(
         compute={**estimated, **measured},
-        transfer=dict.fromkeys(("dispatch", "combine", "gather", "scatter"), exchange),
+        transfer=dict.fromkeys(("dispatch", "combine"), exchange) | dict.fromkeys(("gather", "scatter"), gather),
         reduce=rates.reduce,
         reduction_bytes=tuple(tuple(chunks) for chunks in reduction_bytes),
         gather_bytes=gather_bytes,

@@ -121,7 +121,7 @@ class _BlockTimes:
     def __init__(self, step: Step):
         self._step, self._stages, self._settings = step, step.compute(), step.config.schedule
         self.seconds = functools.cache(self._seconds)
-        self._exchange_s = 2 * step.exchange_seconds(step.exchanged_bytes) if step.exchanged_bytes else 0.0
+        self._exchange_s = 2 * step.exchanges.task_seconds(step.exchanged_bytes) if step.exchanged_bytes else 0.0
         builtin = self._settings.policy in POLICY_FACTS
         self._cuts_in_time = not builtin or (self._settings.cuts_batch and self._settings.microbatches > 1)
         self._waits = not self._cuts_in_time

@@ -8,7 +8,7 @@ copy of rows to their destination.
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-Form = Literal["replicated", "sharded", "sharded_chunked", "sharded_overlapped"]
+Form = Literal["replicated", "sharded", "sharded_chunked", "sharded_overlapped", "sharded_scheduled"]
 Seconds = Callable[[float], float]  # the `seconds` of a Linear or a Curve, by bytes
 
 
@@ -34,14 +34,14 @@ def stage_seconds(num_bytes: float, tensor: int, experts: int, chunks: int, stag
 
 
 def form_seconds(form: Form, num_bytes: float, tensor: int, experts: int, chunks: int, stages: LinkStages) -> float:
-    """Seconds until all rows are in place. `replicated` and `sharded` ignore `chunks`.
+    """Seconds until all rows are in place. `replicated`, `sharded` and `sharded_scheduled` ignore `chunks`.
 
     `sharded_chunked` is a pipeline of two stages, the exchange, and gather with copy; `sharded_overlapped` is one of
     three. The paper calls the forms O1, O2 and O3; its formulas for O3 leave out the case in which copies take longest.
     """
     if form == "replicated":
         return stages.exchange(num_bytes * (experts - 1) / experts)
-    if form == "sharded":
+    if form in ("sharded", "sharded_scheduled"):
         exchange, gather, _ = stage_seconds(num_bytes, tensor, experts, 1, stages)
         return exchange + gather
     exchange, gather, copy = stage_seconds(num_bytes, tensor, experts, chunks, stages)

@@ -7,7 +7,7 @@ from moe_jax.config import Config
 from moe_jax.plan.costs import order_times
 from moe_jax.plan.task_times import TaskStage
 from moe_jax.schedule.actions import Action, two_streams
-from moe_jax.schedule.build import make_schedule, make_shape
+from moe_jax.schedule.build import has_tensor_tasks, make_schedule, make_shape
 from moe_jax.schedule.dependencies import check as check_schedule
 from moe_jax.schedule.pipelines.tick import coscheduled_tick, side_of
 from moe_jax.schedule.shape import StepShape
@@ -45,6 +45,7 @@ def orders_of(
         settings.expert_chunks,
         weight_grad="greedy" if split else settings.weight_grad,
         reductions=nothing,
+        sharded_experts=has_tensor_tasks(config, mesh),
     )
     seconds = order_times(config, mesh, platform, [()] * len(nothing), measured).of(shape)
     schedule = make_schedule(settings.policy, shape, seconds, two_streams)

@@ -13,7 +13,7 @@ from moe_jax.plan.pass_orders import Orders, orders_of
 from moe_jax.plan.resources import owned_by_kind
 from moe_jax.plan.simulate import SimulatedTask, Timeline
 from moe_jax.plan.step_times import Step
-from moe_jax.schedule.actions import NO_BLOCK, Action, Stream, two_streams
+from moe_jax.schedule.actions import NO_BLOCK, Action, Stream
 from moe_jax.schedule.dependencies import task_graph
 from moe_jax.schedule.pipelines.tick import needs_inside, numbered_inside
 from moe_jax.schedule.schedule import Schedule
@@ -100,10 +100,11 @@ class PassTimes:
             needs = {action: frozenset(graph[action] & inside) for action in actions}
         schedule = Schedule(self._step.config.schedule.policy, orders.shape, tuple(actions))
         spans = simulate_streams(
-            actions, needs, self._step.task_seconds(schedule), two_streams, slowdown=self._step.slowdown
+            actions, needs, self._step.task_seconds(schedule), self._step.stream_of, slowdown=self._step.slowdown
         )
         return Timeline(
-            schedule, tuple(SimulatedTask(action, two_streams(action), *span) for action, span in spans.items())
+            schedule,
+            tuple(SimulatedTask(action, self._step.stream_of(action), *span) for action, span in spans.items()),
         )
 
     def _chunk_of(self, repeats: tuple[tuple[int, int], ...]) -> ChunkTimes:
@@ -137,14 +138,14 @@ class PassTimes:
 
         def simulated(actions: Iterable[Action]) -> PassTime:
             actions = tuple(actions)
-            tasks, streams = numbered_inside(actions, shape, two_streams)
+            tasks, streams = numbered_inside(actions, shape, self._step.stream_of)
             times_s, order = list(map(seconds, actions)), range(len(actions))
             spans = simulate_numbered(order, tasks, times_s, streams, [0] * len(actions), slowdown)
             busy = dict.fromkeys(Stream, 0.0)
             for task, span in spans.items():
                 busy[streams[task]] += span.end_s - span.start_s
             end_s = max((span.end_s for span in spans.values()), default=0.0)
-            return PassTime(end_s, busy[Stream.COMPUTE], busy[Stream.COMMUNICATION])
+            return PassTime(end_s, busy[Stream.COMPUTE], busy[Stream.COMMUNICATION] + busy[Stream.INTRA_NODE])
 
         return ChunkTimes(
             *map(simulated, (orders.forward, orders.backward, orders.weight, [task for _, task in orders.together]))

@@ -5,23 +5,23 @@ are read again for every part of a batch.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import cached_property
 
 from moe_jax.config import Config, ModelConfig
 from moe_jax.config.attention_kernels import kernel_of
 from moe_jax.plan.clusters import Cluster
-from moe_jax.plan.collective_costs import Collective, CollectiveCosts, DeviceGroup, ExchangeChoice
+from moe_jax.plan.collective_costs import Collective, CollectiveCosts, DeviceGroup
 from moe_jax.plan.costs import order_times
+from moe_jax.plan.exchange_times import ExchangeTimes
 from moe_jax.plan.gradients import Sum, own_parameters, sums_of
 from moe_jax.plan.launch_overhead import with_launch_overhead
 from moe_jax.plan.measured import MeasuredTimes
-from moe_jax.plan.over_tensor import LinkStages, form_seconds
 from moe_jax.plan.param_gathers import Gathered, gathered_bytes, param_gathers
 from moe_jax.plan.products import Direction, OpTimes, block_products, measured_attention
 from moe_jax.plan.resources import Owned, owned_parameters, parameters_per_device
 from moe_jax.plan.simulate import Timeline, simulate
-from moe_jax.plan.task_times import Linear, TaskTimes, Transfer, owner_of
+from moe_jax.plan.task_times import Linear, TaskTimes, owner_of
 from moe_jax.plan.work import (
     ITEM_BYTES,
     busiest_rows,
@@ -33,7 +33,7 @@ from moe_jax.plan.work import (
     logit_chunk,
     work_of,
 )
-from moe_jax.schedule.actions import Action, Seconds, Stream, is_reduction, two_streams
+from moe_jax.schedule.actions import Action, Seconds, Stream, StreamOf, is_reduction, three_streams, two_streams
 from moe_jax.schedule.build import make_schedule, step_shape
 from moe_jax.schedule.grad_buckets import exchanges_first
 from moe_jax.schedule.link_order import Priority, finish_times_s
@@ -70,6 +70,7 @@ class Step:
         self.tensor, self.context = self.mesh["tensor"], self.mesh["context"]
         self.expert_tensor = config.mesh.expert_tensor_ranks(self.mesh)  # ranks that share each expert
         self.experts = DeviceGroup(config.mesh.expert_ranks(self.mesh), self.expert_tensor)
+        self.exchanges = ExchangeTimes(config, self.collectives, cluster.device.copied_bytes_per_s)
         shards = self.mesh["data"] * self.mesh["expert"] * config.train.grad_accumulation
         self.sequences = config.train.batch_size / shards
         self.tokens = self.sequences * config.data.seq_len / (self.tensor * self.context)
@@ -86,6 +87,13 @@ class Step:
         limit = settings.bucket_cap_mb if settings.grad_reduce == "bucketed" else None
         return sums_of(self.config, self.mesh, limit)
 
+    @property
+    def stream_of(self) -> StreamOf:
+        """The streams of tasks. On TPUs each axis of the mesh has links of its own; XLA:GPU runs one collective at a
+        time.
+        """
+        return three_streams if self.exchanges.has_gather_tasks and self.device.platform == "tpu" else two_streams
+
     @cached_property
     def timeline(self) -> Timeline:
         shape = step_shape(self.config, self.mesh, list(map(len, self.sums)))
@@ -98,8 +106,8 @@ class Step:
             self.measured.compute,
             gathered_bytes(self.config, self.mesh),
         )
-        schedule = make_schedule(self.config.schedule.policy, shape, known.of(shape), two_streams)
-        return simulate(schedule, self.task_seconds(schedule), two_streams, exchanges_first, self.slowdown)
+        schedule = make_schedule(self.config.schedule.policy, shape, known.of(shape), self.stream_of)
+        return simulate(schedule, self.task_seconds(schedule), self.stream_of, exchanges_first, self.slowdown)
 
     def task_seconds(self, schedule: Schedule) -> Seconds:
         """Task durations with the launch overhead of collectives."""
@@ -114,7 +122,7 @@ class Step:
             return whole / schedule.shape.num_parts(action.direction, action.op)
 
         seconds = times.of(schedule.shape)
-        return with_launch_overhead(schedule, seconds, two_streams, self.launch_overhead, bytes_of)
+        return with_launch_overhead(schedule, seconds, self.stream_of, self.launch_overhead, bytes_of)
 
     @cached_property
     def seconds(self) -> dict[str, float]:
@@ -124,7 +132,7 @@ class Step:
         """
         line, accumulation = self.timeline, self.config.train.grad_accumulation
         sums = sum(task.end_s - task.start_s for task in line.tasks if is_reduction(task.action))
-        exchange = line.busy_s[Stream.COMMUNICATION] - sums
+        exchange = line.busy_s[Stream.COMMUNICATION] + line.busy_s[Stream.INTRA_NODE] - sums
         each_summed = self.sums_each_part
         alone = line.exposed_s if each_summed else self._exposed_without_sums()
         compute = line.busy_s[Stream.COMPUTE]
@@ -163,17 +171,16 @@ class Step:
         schedule = self.timeline.schedule
         seconds = self.task_seconds(schedule)
         free = simulate(
-            schedule, lambda task: 0.0 if is_reduction(task) else seconds(task), two_streams, slowdown=self.slowdown
+            schedule, lambda task: 0.0 if is_reduction(task) else seconds(task), self.stream_of, slowdown=self.slowdown
         )
         return free.exposed_s
 
     @cached_property
     def times(self) -> TaskTimes:
         """Costs of all tasks. Amounts of compute and sums are seconds, those of exchanges bytes."""
-        transfer = Transfer(link=_Exchange(self), num_bytes=self.exchanged_bytes)
         return TaskTimes(
             compute={**self.compute(), **self.measured.compute},
-            transfer=dict.fromkeys(("dispatch", "combine"), transfer),
+            transfer=self.exchanges.transfers(self.exchanged_bytes),
             reduce=Linear(0.0, 1.0),
             reduction_bytes=self.sums_s,
             gather_bytes=self.gathers_s,
@@ -224,32 +231,9 @@ class Step:
         moved_s = _PAIR_BYTES[backward] * self._pairs / device.copied_bytes_per_s
         return flops * (2 if backward else 1) / rate + moved_s
 
-    def choice(self, num_bytes: float) -> ExchangeChoice:
-        """The algorithm of an all-to-all: the config's, or the fastest one."""
-        return self.collectives.exchange(num_bytes, self.experts, self.config.exchange.algorithm)
-
     def algorithm(self, shape: StepShape) -> str:
         """The algorithm of the exchanges of one microbatch."""
-        return self.choice(self.exchanged_bytes / shape.num_parts("F", "dispatch")).algorithm
-
-    def exchange_seconds(self, num_bytes: float) -> float:
-        """Seconds of an exchange of `num_bytes` that a device has for all ranks, in the config's tensor form."""
-        ranks = self.experts.ranks
-        settings = self.config.exchange
-
-        def between(leaving: float) -> float:
-            return self.choice(leaving * ranks / (ranks - 1)).seconds if ranks > 1 else 0.0
-
-        if self.expert_tensor == 1:
-            return self.choice(num_bytes).seconds
-        stages = LinkStages(
-            between, partial(self.collectives.ring, group=DeviceGroup(self.tensor, 1)), self._through_memory
-        )
-        whole = num_bytes * self.tensor
-        return form_seconds(settings.tensor_form, whole, self.tensor, ranks, settings.tensor_chunks, stages)
-
-    def _through_memory(self, num_bytes: float) -> float:
-        return 2 * num_bytes / self.device.copied_bytes_per_s
+        return self.exchanges.choice(self.exchanged_bytes / shape.num_parts("F", "dispatch")).algorithm
 
     def compute(self) -> Mapping[str, OpTimes]:
         """Estimates of the compute stages."""
@@ -297,7 +281,7 @@ class Step:
         experts = of_kind.get("moe", Owned())
         # remat of whole periods repeats their exchanges in the backward pass, where nothing overlaps with them
         again = settings.remat in ("dots", "full") and self.config.step_facts.remat_unit == "period"
-        exchanged_s = 2 * self.exchange_seconds(self.exchanged_bytes) if again else 0.0
+        exchanged_s = 2 * self.exchanges.seconds(self.exchanged_bytes) if again else 0.0
         heads = 1 + model.num_nextn_predict_layers  # with the head goes what else multi-token prediction needs
         logits = [each * tokens * model.vocab_size * heads for each in _LOGIT_BYTES]
         head = op("head", owned[-1], logits)
@@ -371,14 +355,4 @@ class Step:
             return 0.0
         parts = settings.microbatches
         # exchanges of all microbatches but the one in attention
-        return 2 * (parts - 1) * self.exchange_seconds(self.exchanged_bytes / parts)
-
-
-@dataclass(frozen=True)
-class _Exchange:
-    """The duration of an exchange by its bytes."""
-
-    step: Step
-
-    def seconds(self, amount: float, parts: int = 1) -> float:
-        return self.step.exchange_seconds(amount / parts) if amount else 0.0
+        return 2 * (parts - 1) * self.exchanges.seconds(self.exchanged_bytes / parts)

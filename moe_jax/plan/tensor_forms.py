@@ -24,9 +24,11 @@ def tensor_forms(config: Config, cluster: Cluster) -> Iterator[dict[str, object]
     def seconds(form: str, chunks: int) -> float:
         settings: dict[str, Any] = {"tensor_form": form, "tensor_chunks": chunks}
         changed = dataclasses.replace(config, exchange=dataclasses.replace(config.exchange, **settings))
-        return Step(changed, cluster).exchange_seconds(exchanged)
+        return Step(changed, cluster).exchanges.seconds(exchanged)
 
     yield {"tensor_form": "sharded", "tensor_chunks": 1}
+    if config.step_facts.orders_tasks:
+        yield {"tensor_form": "sharded_scheduled", "tensor_chunks": 1}
     for form in _CHUNKED:
         best, best_s, chunks = 2, seconds(form, 2), 4
         while chunks <= _MOST_CHUNKS and exchanged / chunks >= _SMALLEST_BYTES:

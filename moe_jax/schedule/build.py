@@ -228,6 +228,11 @@ def _guarded(name: str, policy: Policy) -> Policy:
     return Policy(parts, guarded(f"{part}: orders", _ORDERS, policy.orders))
 
 
+def has_tensor_tasks(config: Config, mesh: Mapping[str, int]) -> bool:
+    """Whether gathers and sums over the tensor ranks that share an expert are tasks, on a mesh of these sizes."""
+    return config.exchange.tensor_form == "sharded_scheduled" and config.mesh.expert_tensor_ranks(mesh) > 1
+
+
 def step_shape(config: Config, mesh: Mapping[str, int], reductions: Sequence[int]) -> StepShape:
     """The shape of a step on a mesh of these sizes, with `reductions` buckets per owner. Raises ScheduleError."""
     settings, model = config.schedule, config.model
@@ -242,6 +247,7 @@ def step_shape(config: Config, mesh: Mapping[str, int], reductions: Sequence[int
         grad_reduce=settings.grad_reduce,
         param_gather=config.param_gather,
         reductions=tuple(reductions),
+        sharded_experts=has_tensor_tasks(config, mesh),
         tied=model.tie_word_embeddings,
         mtp=model.has_mtp,
         # all tensor ranks have the bias vectors of an expert that they share

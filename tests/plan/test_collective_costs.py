@@ -54,7 +54,7 @@ def test_what_is_given_is_timed() -> None:
     assert len({seconds_of(name, 1e6) for name in BY_NODE}) == 3
     model, ring = ModelConfig(moe=MoEConfig(num_experts=64)), ExchangeConfig(algorithm="ring")
     step = Step(Config(mesh=MeshConfig(data=1, expert=64), model=model, exchange=ring), H100)
-    assert step.choice(1e6).seconds == seconds_of("ring", 1e6)
+    assert step.exchanges.choice(1e6).seconds == seconds_of("ring", 1e6)
     for name, group in itertools.product(BY_NODE, (DeviceGroup(8, 1), DeviceGroup(12, 1), DeviceGroup(8, 8))):
         assert CollectiveCosts(H100).exchange(1e6, group, name) == CollectiveCosts(H100).exchange(1e6, group, "flat")
 

@@ -18,6 +18,7 @@ from moe_jax.plan.planner import plan
 from moe_jax.plan.search import PlanSearch
 
 H100S = find_cluster("h100x16")
+V5PS = find_cluster("v5p-16")
 MODEL = [
     *("model.hidden_size=1024", "model.num_layers=6", "model.num_attention_heads=8", "model.moe.num_experts=16"),
     *("model.moe.intermediate_size=1024", "data.seq_len=512", "train.batch_size=256", "train.grad_accumulation=4"),
@@ -65,6 +66,7 @@ def random_configs(seed: int, count: int) -> list[Config]:
             "train": {"grad_accumulation": rng.choice((1, 2, 4))},
             "optimizer": {"zero": 3 if base is bases[1] else rng.choice((0, 1, 2, 3, 3))},
             "schedule": schedule,
+            "exchange": {"tensor_form": rng.choice(("sharded", "sharded_scheduled"))},
         }
         found |= dict.fromkeys(choices(open_draft(base), base, [overrides]))
     return list(found)
@@ -73,9 +75,10 @@ def random_configs(seed: int, count: int) -> list[Config]:
 @pytest.mark.parametrize("seed", range(4))
 def test_no_estimate_of_a_random_step_is_below_its_bounds(seed: int) -> None:
     for config in random_configs(seed, 40):
-        step_s = estimate(config, H100S).step_s
-        assert least_step_s(config, H100S) <= step_s, config
-        assert least_work_s(config, H100S, config.train.grad_accumulation) <= step_s, config
+        for cluster in (H100S, V5PS):
+            step_s = estimate(config, cluster).step_s
+            assert least_step_s(config, cluster) <= step_s, config
+            assert least_work_s(config, cluster, config.train.grad_accumulation) <= step_s, config
 
 
 def test_the_bound_of_a_plain_step_with_gathers_is_its_time() -> None:

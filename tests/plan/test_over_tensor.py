@@ -10,6 +10,7 @@ from moe_jax.plan.clusters import find_cluster
 from moe_jax.plan.estimate import estimate
 from moe_jax.plan.over_tensor import LinkStages, form_seconds, stage_seconds
 from moe_jax.plan.planner import plan
+from moe_jax.plan.step_times import Step
 from moe_jax.plan.task_times import Linear
 from moe_jax.plan.tensor_forms import tensor_forms
 
@@ -83,3 +84,41 @@ def test_chunks_have_a_megabyte() -> None:
         assert list(found) == ["sharded", "sharded_chunked", "sharded_overlapped"]
         assert 2 <= found["sharded_chunked"] <= most
     assert found["sharded_chunked"] > 2
+
+
+@pytest.mark.parametrize(("cluster", "streams"), [("v5p-16", {"gather": "intra-node"}), ("h100x16", {})])
+def test_gathers_are_tasks_whose_times_add_up_to_those_of_an_exchange(cluster: str, streams: dict[str, str]) -> None:
+    """On TPUs they run beside exchanges, so that a step is shorter; on GPUs one collective runs at a time."""
+    settings = ["mesh.data=1", "mesh.expert=8", "mesh.tensor=2", "train.batch_size=64", "model.hidden_size=1024"]
+    settings += [
+        "model.num_attention_heads=8",
+        "data.seq_len=8192",
+        "schedule.policy=unified",
+        "exchange.algorithm=flat",
+    ]
+    settings += ["model.num_layers=4", "schedule.microbatches=4", "train.compute_dtype=bfloat16"]
+    of_form = {
+        form: Step(load_config(None, [*settings, f"exchange.tensor_form={form}"]), find_cluster(cluster))
+        for form in ("sharded", "sharded_scheduled")
+    }
+    lines = {form: step.timeline for form, step in of_form.items()}
+
+    def seconds(form: str, *ops: str) -> float:
+        return sum(task.end_s - task.start_s for task in lines[form].tasks if task.action.op in ops)
+
+    together = seconds("sharded_scheduled", "dispatch", "gather", "scatter", "combine")
+    assert together == pytest.approx(seconds("sharded", "dispatch", "combine"))
+    assert seconds("sharded_scheduled", "gather") > 0
+    found = {task.action.op: task.stream for task in lines["sharded_scheduled"].tasks}
+    assert found["gather"] == streams.get("gather", "communication")
+    if streams:
+        assert lines["sharded_scheduled"].makespan_s < lines["sharded"].makespan_s
+    assert of_form["sharded_scheduled"].seconds["exchange"] == pytest.approx(of_form["sharded"].seconds["exchange"])
+
+
+def test_gathers_as_tasks_are_tried_where_a_step_has_tasks() -> None:
+    settings = ["mesh.data=1", "mesh.expert=8", "mesh.tensor=2", "train.batch_size=256", "model.num_attention_heads=8"]
+    for policy, is_tried in (("vanilla", False), ("unified", True)):
+        config = load_config(None, [*settings, f"schedule.policy={policy}"])
+        found = [each["tensor_form"] for each in tensor_forms(config, find_cluster("v5p-16"))]
+        assert ("sharded_scheduled" in found) == is_tried

@@ -253,7 +253,7 @@ def test_hops_go_after_exchanges_of_other_microbatches() -> None:
     slow = dataclasses.replace(H100S, levels=(level,))
     cut = [*SMALL, "data.seq_len=8192", "mesh.data=1", "mesh.context=2", "mesh.expert=8", "schedule.policy=unified"]
     whole, halves = (Step(load_config(None, [*cut, f"schedule.microbatches={n}"]), slow) for n in (1, 2))
-    before_s = 2 * halves.exchange_seconds(exchange_bytes(halves.config, halves.tokens, 8) / 2)
+    before_s = 2 * halves.exchanges.seconds(exchange_bytes(halves.config, halves.tokens, 8) / 2)
     waited_s = halves.compute()["attend"].whole_s["F"] - whole.compute()["attend"].whole_s["F"]
     assert waited_s == pytest.approx(min(before_s, halves.squares_s()), rel=1e-6)
     assert waited_s > 0

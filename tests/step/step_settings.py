@@ -49,6 +49,7 @@ FACTORS: dict[str, dict[str, str]] = {
         "e2t2_chunked": "mesh.data=1 mesh.expert=2 mesh.tensor=2 "
         "exchange.tensor_form=sharded_chunked exchange.tensor_chunks=3",
         "e2t2_overlapped": "mesh.data=1 mesh.expert=2 mesh.tensor=2 exchange.tensor_form=sharded_overlapped",
+        "e2t2_scheduled": "mesh.data=1 mesh.expert=2 mesh.tensor=2 exchange.tensor_form=sharded_scheduled",
         "e2t2_replicated": "mesh.data=1 mesh.expert=2 mesh.tensor=2 exchange.tensor_form=replicated",
         "e2t2_whole": "mesh.data=1 mesh.expert=2 mesh.tensor=2 mesh.experts_over_tensor=true",
         "c2e2": "mesh.data=1 mesh.context=2 mesh.expert=2",
@@ -128,7 +129,7 @@ FACTORS: dict[str, dict[str, str]] = {
 NODES = ("hier_1d", "hier_2d", "halo")
 FOUR_RANKS = ("e4", "c2e2_shared", "e2t2_whole")
 ONE_RANK = "c2t2"
-WITH_TENSOR = ("e2t2", "e2t2_chunked", "e2t2_overlapped", "e2t2_replicated", "c2t2")
+WITH_TENSOR = ("e2t2", "e2t2_chunked", "e2t2_overlapped", "e2t2_scheduled", "e2t2_replicated", "c2t2")
 WHOLE_BATCH = ("by_score", "expert_choice", "softmoe")  # gates that compare all tokens of a device
 FILLING = ("expert_choice", "softmoe")
 UNCUT_BATCH = ("whole", "slots2", "slots2b3", "unified1", "unified1x2")
@@ -150,6 +151,7 @@ REFUSED: Pairs = [
     {"exchange": "ragged", "order": "einsum"},
     {"exchange": "ragged", "hooks": ("bf16", "fp8")},
     {"exchange": NODES, "mesh": ONE_RANK},
+    {"mesh": "e2t2_scheduled", "cut": "whole"},  # a plain step, unless weight gradients or sums are scheduled
     {"gate": WHOLE_BATCH, "cut": but("cut", *UNCUT_BATCH)},
     {"gate": WHOLE_BATCH, "order": "einsum"},
     {"gate": ("by_score", "expert_choice"), "room": UNLIMITED},
@@ -178,6 +180,7 @@ REFUSED_BY_ALL: Pairs = [
 COMPANIONS: dict[str, Case] = {
     "ragged": {"cut": "unified2", "room": "slots"},
     "copied": {"room": "dropless"},
+    "e2t2_scheduled": {"cut": "unified1"},
 }
 ARRAY = Array(
     FACTORS,

@@ -15,6 +15,7 @@ from tests.step.one_step import assert_is_the_references_step, config_of_setting
 from tests.step.pipeline_settings import ARRAY
 
 PIECES = "schedule.policy=expert_pipeline schedule.microbatches=8 model.moe.capacity_factor=0.3"  # 3 slots of an expert
+TENSOR_TASKS = "model.num_layers=2 mesh.tensor=2 exchange.tensor_form=sharded_scheduled"
 OTHERS = {
     "no experts": "model.num_layers=2 model.moe.num_experts=0 train.loss_chunk=5 mesh.data=2 mesh.expert=1",
     "recomputed chunks": "model.num_layers=4 schedule.virtual_stages=2 schedule.pipeline=interleaved "
@@ -27,6 +28,10 @@ OTHERS = {
     "data.mask_documents=true data.seq_len=24 model.vocab_size=8",
     "a shorter last stage": "model.num_layers=4 schedule.head_blocks=1",
     "context ranks with all experts": "model.num_layers=3 mesh.context=2 exchange.context_form=all_gather",
+    "gathers over tensor ranks as tasks, in pairs": f"{TENSOR_TASKS} schedule.pipeline=coscheduled "
+    "schedule.weight_grad=greedy schedule.policy=unified schedule.microbatches=2",
+    "gathers over tensor ranks as tasks, in recomputed chunks": f"{TENSOR_TASKS} schedule.remat=chunk "
+    "model.moe.capacity_factor=null exchange.rank_capacity_factor=null",
     "sharded parameters": "model.num_layers=2 mesh.data=2 optimizer.zero=3",
     "empty pieces of slots": f"model.num_layers=2 schedule.pipeline=zero_bubble {PIECES}",
     "empty pieces next to each other": f"model.num_layers=2 schedule.pipeline=coscheduled_split {PIECES}",

@@ -52,10 +52,18 @@ def test_loss_and_gradients_equal_the_reference(mesh, settings):
 
 @pytest.mark.parametrize(
     ("form", "under_way"),
-    [("replicated", True), ("sharded", True), ("sharded_chunked", False), ("sharded_overlapped", False)],
+    [
+        ("replicated", True),
+        ("sharded", True),
+        ("sharded_chunked", False),
+        ("sharded_overlapped", False),
+        ("sharded_scheduled", True),
+    ],
 )
 def test_tasks_run_while_whole_exchanges_are_under_way_in_the_background(form, under_way, monkeypatch):
-    """Chunks are gathered, or summed, as soon as each has arrived; what is whole ends where compute needs it."""
+    """Chunks are gathered, or summed, as soon as each has arrived; what is whole ends where compute needs it. With
+    gathers as tasks that is a combine; a dispatch ends in the task of its gather.
+    """
     events: list[str] = []
 
     def noting(event, function):
@@ -84,9 +92,13 @@ def test_tasks_run_while_whole_exchanges_are_under_way_in_the_background(form, u
 
 def test_all_forms_compute_the_same_bits(exact):
     results = {}
-    for form in FORMS:
+    for form in (*FORMS, "sharded_scheduled"):
         config = tensor_config(
-            *(1, 2, 4), model={"num_layers": 1}, moe_layer_freq=1, exchange={"tensor_form": form, "tensor_chunks": 2}
+            *(1, 2, 4),
+            model={"num_layers": 1},
+            moe_layer_freq=1,
+            exchange={"tensor_form": form, "tensor_chunks": 2},
+            schedule={"weight_grad": "greedy"},  # a plain step has no tasks
         )
         results[form] = sharded_gradients(config, first_params(config.model), tokens_of(config))
     for form, result in results.items():
@@ -121,11 +133,11 @@ def test_one_rank_compiles_to_the_program_without_tensor_ranks():
     """Whatever the form: it is about several."""
 
     def program(**exchange) -> str:
-        config = tensor_config(1, 2, 1, exchange=exchange)
+        config = tensor_config(1, 2, 1, exchange=exchange, schedule=UNIFIED)
         trainer = make_trainer(config, mesh_of(config))
         return trainer.step.lower(trainer.state_shapes, tokens_of(config)).as_text()
 
     expected = program()
     assert "reduce_scatter" not in expected
-    for form in FORMS:
+    for form in (*FORMS, "sharded_scheduled"):
         assert program(tensor_form=form, tensor_chunks=3) == expected, form

@@ -133,9 +133,11 @@ class ExchangeConfig(HashedOnce):
     ranks_per_node: int | None = number(None, CLUSTER)
     # sharing of an exchange by tensor ranks, see docs/exchange.md: each sends all rows (replicated), only its own rows
     # (sharded), its own rows in chunks whose gathers overlap with the next exchange (sharded_chunked), or also their
-    # copies (sharded_overlapped)
-    tensor_form: Literal["replicated", "sharded", "sharded_chunked", "sharded_overlapped"] = "sharded"
-    tensor_chunks: int = number(2, Range(1, PARTS))  # chunks of the last two forms
+    # copies (sharded_overlapped), or its own rows with the gathers as tasks of the schedule (sharded_scheduled)
+    tensor_form: Literal["replicated", "sharded", "sharded_chunked", "sharded_overlapped", "sharded_scheduled"] = (
+        "sharded"
+    )
+    tensor_chunks: int = number(2, Range(1, PARTS))  # chunks of sharded_chunked and sharded_overlapped
     # attention over context ranks, see docs/context.md: keys and values go around a ring while attention is computed
     # with those already received, or all are gathered first
     context_form: Literal["ring", "all_gather"] = "ring"

@@ -24,6 +24,7 @@ def check_mesh(config: Sections) -> None:
             f"set mesh.{free[0]}=1"
         )
     check_expert_split(config, sizes)
+    check_tensor_tasks(config)
 
 
 def check_tensor_split(config: Sections, ranks: int) -> None:
@@ -86,6 +87,15 @@ def check_expert_split(config: Sections, sizes: Mapping[str, int]) -> None:
         raise ConfigError(
             f"model.moe.num_experts={num_experts} is not divisible by {text}: "
             f"use {nearest_multiples(num_experts, ranks)} experts, or {cure}"
+        )
+
+
+def check_tensor_tasks(config: Sections) -> None:
+    """Raise ConfigError if gathers over tensor ranks are to be tasks of a schedule that the step does not have."""
+    if config.exchange.tensor_form == "sharded_scheduled" and not config.step_facts.orders_tasks:
+        raise ConfigError(
+            "exchange.tensor_form=sharded_scheduled makes gathers over tensor ranks tasks of a schedule, and this step "
+            "has none: use schedule.policy=unified schedule.microbatches=2, or exchange.tensor_form=sharded"
         )
 
 

@@ -100,10 +100,7 @@ class Tasks:
     def forward(self, action: Action) -> None:
         """Run an F (forward) task."""
         runs = {"embed": self._embed, "attend": self._attend, "head": self._head, "expert": self._experts}
-        if action.op in runs:
-            runs[action.op](action)
-        else:
-            self._exchange(self.flow, action)
+        runs.get(action.op, partial(self._communicate, self.flow))(action)
 
     def _embed(self, action: Action) -> None:
         for r in self.dims.microbatches_of(action):
@@ -214,11 +211,8 @@ class Tasks:
     def backward(self, action: Action) -> None:
         """Run a B (backward) task."""
         runs = {"embed": self._embed_back, "attend": self._attend_back, "head": self._head_back}
-        runs |= {"expert": self._experts_back}
-        if action.op in runs:
-            runs[action.op](action)
-        else:
-            self._exchange(self.dflow, action)
+        runs["expert"] = self._experts_back
+        runs.get(action.op, partial(self._communicate, self.dflow))(action)
 
     def _head_back(self, action: Action) -> None:
         for r in self.dims.microbatches_of(action):
@@ -313,6 +307,22 @@ class Tasks:
 
     # collectives
 
+    def _communicate(self, flow: Flow, action: Action) -> None:
+        """Send the rows of an action's pieces, or their cotangents in the backward pass."""
+        if action.op in ("dispatch", "combine"):
+            return self._exchange(flow, action)
+        # gather of all tensor ranks' rows, and sum over these ranks: each is the transpose of the other
+        order, route = self.order, self.dims.compute.route
+        move = route.received if (action.op == "gather") == (action.direction == "F") else route.computed
+        for p in self.dims.pieces_of(action):
+            piece = flow[p]
+            piece = piece.finish(order.after_over_tensor) if isinstance(piece, Arrival) else piece
+            rows, sizes, _ = _rows(piece)
+            moved = ExpertRows(move(order.after_over_tensor(rows)), None if sizes is None else move(sizes))
+            order.record_over_tensor(moved.rows)
+            flow[p] = moved
+        return None
+
     def _exchange(self, flow: Flow, action: Action) -> None:
         """Exchange the rows of an action's pieces, or their cotangents in the backward pass."""
         if self.dims.ragged:
@@ -322,7 +332,8 @@ class Tasks:
             return
         compute, pieces = self.dims.compute, self.dims.pieces_of(action)
         phase: Phase = "dispatch" if action.op == "dispatch" else "combine"
-        exchange = TokenExchange(phase, compute.route, hooks_of(self.dims.config.model.moe), action.direction == "B")
+        route = compute.route.without_tensor if self.dims.shape.sharded_experts else compute.route
+        exchange = TokenExchange(phase, route, hooks_of(self.dims.config.model.moe), action.direction == "B")
         only_starts = compute.route.exchange.only_starts
         tie = partial(self.order.after_comm, only_starts=only_starts)
         in_flight = exchange.start([_rows(_sent(flow, p)) for p in pieces], self.dims.dispatcher.slot_axis, tie)

@@ -15,6 +15,7 @@ class IssueOrder:
         self._platform = platform
         self._last_compute: jax.Array | None = None  # result of the previous compute task
         self._last_comm: jax.Array | None = None  # result of the previous collective
+        self._last_over_tensor: jax.Array | None = None  # the same of gathers and sums of rows over tensor ranks
 
     def after_compute(self, x: jax.Array) -> jax.Array:
         """Return `x`, the input of a compute task, ordered after the previous compute task."""
@@ -31,6 +32,21 @@ class IssueOrder:
         """
         x = self._depend(x, self._last_comm)
         return self.after_compute(x) if only_starts else x
+
+    def after_over_tensor(self, x: jax.Array) -> jax.Array:
+        """Return `x`, the input of a gather or sum over tensor ranks, ordered after the previous one.
+
+        They may overlap with exchanges, which have other links; XLA:CPU overlaps no collectives.
+        """
+        return self.after_comm(x) if self._platform == "cpu" else self._depend(x, self._last_over_tensor)
+
+    def record_over_tensor(self, result: jax.Array) -> None:
+        """Record the result of a gather or sum over tensor ranks; one without elements is ignored."""
+        if not result.size:
+            return
+        if self._platform == "cpu":
+            self.record_comm(result)
+        self._last_over_tensor = result
 
     def record_comm(self, result: jax.Array, only_starts: bool = False) -> None:
         """Record the result of a collective, or of its start."""
