@@ -95,7 +95,8 @@ def task_times(
     estimated = {op: _compute(matmul, work) for op, work in work_of(config, tokens, platform).items()}
     own = exchange_bytes(config, tokens, expert_ranks)
     copies = tensor_ranks if config.exchange.tensor_form == "replicated" else 1
-    moved, gathered = own * copies * (expert_ranks - 1) / expert_ranks, own * (tensor_ranks - 1)
+    moved = own * copies * (expert_ranks - 1) / expert_ranks
+    gathered = own * (tensor_ranks - 1)
     gather = Transfer(link=rates.gather, num_bytes=gathered)
     if config.exchange.tensor_form != "sharded_scheduled":  # one task, with the gather as bytes of an exchange
         moved += gathered * rates.gather.beta_s / rates.exchange.beta_s
