@@ -21,7 +21,8 @@ FOLDER, PROGRAM = "trace", "step.hlo"  # in the folder of a run: the trace of a 
 FILES = "*.trace.json.gz"
 MOST_BYTES = 2**30  # limit for a program's text and for an unpacked trace file
 # scopes of a step without tasks: parts of the model, and of the update
-_PART = re.compile(r"[/(](embed|attention|mlp|route|dispatch|experts|combine|head|optimizer|grad_reduce|grad_norm)[/)]")
+_PARTS = ("embed", "attend", "mlp", "route", "dispatch", "experts", "combine", "unpermute", "head")
+_PART = re.compile(rf"[/(]({'|'.join((*_PARTS, 'optimizer', 'grad_reduce', 'grad_norm'))})[/)]")
 Event = dict[str, Any]  # in Chrome's trace format
 
 

@@ -149,7 +149,7 @@ def dispatch_compute_combine(
     On a ring blocks travel one by one: in hop s rank r sends block r + s, and its outputs return along the same links.
     Blocks that stay (s = 0) need no link, so their experts overlap with the first hop.
     """
-    hooks, experts = hooks_of(moe), jax.named_scope("experts")(experts)
+    hooks = hooks_of(moe)
     dispatch, combine = TokenExchange("dispatch", route, hooks), TokenExchange("combine", route, hooks)
     if not route.goes_by_hops:
         return combine.run(ExpertRows(experts(dispatch.run(sent)))).rows

@@ -38,7 +38,7 @@ def kind_of(model: ModelConfig) -> AttentionKind:
     return _LATENT if model.has_latents else _GROUPED
 
 
-@jax.named_scope("attention")
+@jax.named_scope("attend")
 def attend(
     params: Any,
     x_BnD: Float[Array, "B n D"],
