@@ -17,10 +17,10 @@ from moe_jax.config import Config
 from moe_jax.config.validate import check_batch_split
 from moe_jax.errors import ConfigError
 from moe_jax.plan.clusters import Cluster
-from moe_jax.plan.collective_costs import CollectiveCosts
-from moe_jax.plan.gradients import moment_bytes, parts_of, shard_groups
+from moe_jax.plan.collective_costs import CollectiveCosts, DeviceGroup
+from moe_jax.plan.gradients import groups_by_owner, moment_bytes, parts_by_owner, parts_of, shard_groups
 from moe_jax.plan.measured import MeasuredTimes, read_times
-from moe_jax.plan.orthogonalizing import orthogonalizing_flops
+from moe_jax.plan.orthogonalizing import orthogonalizing_flops, sent_matrix_bytes
 from moe_jax.plan.pipelined import PipelinedStep, parameters_by_group
 from moe_jax.plan.resources import train_flops_per_token
 from moe_jax.plan.simulate import Timeline
@@ -202,7 +202,8 @@ def update_seconds(config: Config, cluster: Cluster, collectives: CollectiveCost
     """Seconds of the optimiser. With ZeRO each device updates its own shard of parameters, and shards are gathered,
     for stage 3 before they are used.
 
-    Moments are read and written. Muon's iterations count by their products, without the time to send matrices.
+    Moments are read and written. Muon's iterations count by their products, and by the exchanges of shards for whole
+    matrices and back, over the devices that share them by ZeRO and over tensor ranks.
     """
     mesh, device = config.mesh.sizes, cluster.device
     parts, hybrid, updated, gathered_s = parts_of(config, mesh), shard_groups(config, mesh), 0.0, 0.0
@@ -213,4 +214,20 @@ def update_seconds(config: Config, cluster: Cluster, collectives: CollectiveCost
             gathered_s += collectives.ring(count * (1 - 1 / parts[group]) * _PARAMETER_BYTES, devices)
     moved = _UPDATE_BYTES * updated + 2 * moment_bytes(stage_parameters_of(config), config, mesh)
     products_s = orthogonalizing_flops(config, mesh) / (device.matrix_flops_per_s * device.matrix_efficiency)
-    return moved / device.copied_bytes_per_s + products_s + gathered_s
+    return (
+        moved / device.copied_bytes_per_s + products_s + gathered_s + _matrix_exchanges_s(config, cluster, collectives)
+    )
+
+
+def _matrix_exchanges_s(config: Config, cluster: Cluster, collectives: CollectiveCosts) -> float:
+    if not config.optimizer.facts.orthogonalizes:
+        return 0.0
+    mesh = config.mesh.sizes
+    over_tensor = {"heads_and_hidden": mesh["tensor"], "expert": config.mesh.expert_tensor_ranks(mesh)}
+    parts, groups = parts_by_owner(config, mesh), groups_by_owner(config, mesh)
+    total_s = 0.0
+    for owner, num_bytes in sent_matrix_bytes(config, cluster.device.platform, mesh).items():
+        sharing = [groups[owner]] if parts[owner] > 1 else []
+        sharing += [DeviceGroup(over_tensor[owner], 1)] if over_tensor.get(owner, 1) > 1 else []
+        total_s += sum(2 * collectives.exchange(num_bytes, group, "flat").seconds for group in sharing)
+    return total_s

@@ -63,6 +63,9 @@ def sums_of(config: Config, mesh: Mapping[str, int], bucket_cap_mb: float | None
     return tuple(found[owned] for owned in owners)
 
 
+_OWNERS = ("whole", "heads_and_hidden", "expert")  # in the order of `axes_of_copies`
+
+
 @dataclass(frozen=True)
 class _Layout(HashedOnce):
     """What decides which devices have the same parameters."""
@@ -153,11 +156,17 @@ def shard_groups(config: Config, mesh: Mapping[str, int]) -> dict[DeviceGroup, S
     return {group_over(axes, mesh): groups(axes) for axes in layout.axes_of_copies}
 
 
+def groups_by_owner(config: Config, mesh: Mapping[str, int]) -> dict[str, DeviceGroup]:
+    """The devices that share the state of each owner's parameters with ZeRO, by the owner's name in `Owned`."""
+    hybrid = shard_groups(config, mesh)
+    groups = [group_over(axes, mesh) for axes in _Layout.of(config, mesh).axes_of_copies]
+    return dict(zip(_OWNERS, [hybrid[each].shards if hybrid else each for each in groups], strict=True))
+
+
 def parts_by_owner(config: Config, mesh: Mapping[str, int]) -> dict[str, int]:
     """The same by the axes that shard parameters, named as in `Owned`."""
     parts, axes = parts_of(config, mesh), _Layout.of(config, mesh).axes_of_copies
-    owners = ("whole", "heads_and_hidden", "expert")
-    return {owner: parts[group_over(each, mesh)] for owner, each in zip(owners, axes, strict=True)}
+    return {owner: parts[group_over(each, mesh)] for owner, each in zip(_OWNERS, axes, strict=True)}
 
 
 def _sharded_width(config: Config) -> int:

@@ -5,7 +5,7 @@ matrices; the last ones may get none. Without ZeRO, devices with the same parame
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
@@ -60,6 +60,15 @@ def orthogonalizing_flops(config: Config, mesh: Mapping[str, int]) -> float:
     return float(
         sum(arrays * math.ceil(count) * each.flops(iterations) for each, arrays, count in _stacks(config, mesh))
     )
+
+
+def sent_matrix_bytes(config: Config, platform: str, mesh: Mapping[str, int]) -> dict[str, float]:
+    """Bytes of its shards that a device exchanges for whole matrices, once, by their owner; as many return."""
+    item = ITEM_BYTES[config.optimizer.products_dtype(platform)]
+    sent: dict[str, float] = defaultdict(float)
+    for each, arrays, count in _stacks(config, mesh):
+        sent[each.owner] += arrays * count * each.rows * each.columns * item
+    return dict(sent)
 
 
 def orthogonalizing_bytes(config: Config, platform: str, mesh: Mapping[str, int]) -> float:

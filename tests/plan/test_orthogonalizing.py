@@ -5,7 +5,15 @@ import dataclasses
 import pytest
 
 from moe_jax.config import Config, LatentConfig, MeshConfig, ModelConfig, MoEConfig, OptimizerConfig
-from moe_jax.plan.orthogonalizing import hidden_matrices, orthogonalizing_bytes, orthogonalizing_flops
+from moe_jax.plan.clusters import find_cluster
+from moe_jax.plan.collective_costs import CollectiveCosts, DeviceGroup
+from moe_jax.plan.estimate import update_seconds
+from moe_jax.plan.orthogonalizing import (
+    hidden_matrices,
+    orthogonalizing_bytes,
+    orthogonalizing_flops,
+    sent_matrix_bytes,
+)
 from moe_jax.plan.resources import owned_by_kind
 
 LATENT = LatentConfig(kv_lora_rank=36, q_lora_rank=52, qk_nope_head_dim=22, qk_rope_head_dim=10, v_head_dim=18)
@@ -56,3 +64,23 @@ def test_an_update_needs_copies_of_the_largest_stack() -> None:
     own = 8 * 4 * 64 * 32 / 2  # of eight blocks four experts, whose shards two data ranks share
     assert orthogonalizing_bytes(config, "cpu", config.mesh.sizes) == 5 * 4 * own
     assert orthogonalizing_bytes(config, "tpu", config.mesh.sizes) == 5 * 2 * own
+
+
+def test_ranks_that_share_matrices_exchange_their_shards_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sends its shards of all matrices, and later as many bytes of results."""
+    model = ModelConfig(hidden_size=64, num_layers=8, num_attention_heads=4, moe=MoEConfig(intermediate_size=32))
+
+    def config_of(zero: int, **mesh: int) -> Config:
+        return Config(model=model, mesh=MeshConfig(**mesh), optimizer=dataclasses.replace(MUON, zero=zero))
+
+    square, experts = 8 * 4 * 64 * 64, 8 * 3 * 8 * 64 * 32  # of eight blocks
+    sent = sent_matrix_bytes(config_of(1, data=4), "tpu", config_of(1, data=4).mesh.sizes)
+    assert sent == {"heads_and_hidden": 2 * square / 4, "expert": 2 * experts / 4}
+    cluster = find_cluster("v5p-4")
+    collectives = CollectiveCosts(cluster)
+    exchanged_s = sum(2 * collectives.exchange(each, DeviceGroup(4, 1), "flat").seconds for each in sent.values())
+    update_s = update_seconds(config_of(1, data=4), cluster, collectives)
+    monkeypatch.setattr("moe_jax.plan.estimate.sent_matrix_bytes", lambda *_: {})
+    assert update_s == pytest.approx(update_seconds(config_of(1, data=4), cluster, collectives) + exchanged_s)
+    with_tensor = sent_matrix_bytes(config_of(0, tensor=4), "tpu", config_of(0, tensor=4).mesh.sizes)
+    assert with_tensor == sent

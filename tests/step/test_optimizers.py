@@ -233,6 +233,20 @@ def test_the_page_has_the_losses_that_were_measured() -> None:
     rates = re.findall(r"0\.\d+", re.findall(r"^\| \| 0\..*", page, re.MULTILINE)[0])
     for name, losses in found["validation_loss"].items():
         row = next(line for line in page.splitlines() if re.match(rf"\| `{name}` \|( |[\d.])+\|", line))
-        cells = [cell.strip() for cell in row.split("|")[2:-1]]
+        *cells, of_seeds = [cell.strip() for cell in row.split("|")[2:-1]]
+        measured = found["best_rate_by_seed"][name]
+        seeds = sorted(measured["validation_loss"])
+        assert of_seeds == f"{measured['mean']:g} ({seeds[0]:g} to {seeds[-1]:g})"
         shown = {rate: float(cell) for rate, cell in zip(rates, cells, strict=True) if cell}
         assert shown == losses, name
+
+
+def test_the_page_has_the_compiled_share_of_the_update() -> None:
+    root = Path(__file__).parents[2]
+    found = json.loads((root / "profiling" / "results" / "optimizer_hlo_h100_1x1x8.json").read_text())
+    page = " ".join((root / "docs" / "optimizers.md").read_text().split())
+    muon, adamw = found["muon"], found["adamw"]
+    assert f"{muon['share']:.0%}".replace("%", " %") + " of the kernels' time, and " in page
+    assert f"and {adamw['share']:.0%}".replace("%", " %") + " with AdamW" in page
+    for name in ("update_ms", "kernels_ms", "planned_update_ms"):
+        assert f"{muon[name]:.1f} and {adamw[name]:.1f}" in page
