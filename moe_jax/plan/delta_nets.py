@@ -4,6 +4,7 @@ Of a model whose blocks have delta nets and attention, plans have the mean over 
 `attend` and `dense` are those of a block that has a share of each.
 """
 
+import math
 from typing import NamedTuple
 
 from moe_jax.config import ModelConfig
@@ -54,10 +55,11 @@ def needed_flops(model: ModelConfig) -> int:
 
 
 def computed_flops(model: ModelConfig) -> float:
-    """Return a token's operations in the matrix products of chunks, and in their triangular systems."""
+    """Return a token's operations in the matrix products of chunks, those that invert triangular matrices included."""
     delta, chunk = model.delta_net, DELTA_CHUNK
     of_states = 6 * delta.value_width * delta.key_head_dim
-    return of_states + 3 * chunk * delta.value_width + 4 * chunk * delta.key_width
+    inverses = 4 * (math.log2(chunk) - 1) * chunk**2 * (delta.num_value_heads or 0)
+    return of_states + 4 * chunk * (delta.value_width + delta.key_width) + inverses
 
 
 def moved_bytes(model: ModelConfig, backward: bool) -> float:

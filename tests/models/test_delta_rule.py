@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.models.attention.delta_rule import Tokens, first_state, in_chunks, token_by_token
+from moe_jax.models.attention.delta_rule import Tokens, first_state, in_chunks, solve_unit_lower, token_by_token
 
 LENGTH, KEYS, VALUES = 23, 6, 5
 
@@ -55,6 +55,22 @@ def test_extreme_rates_and_decays_stay_finite(rate, decay):
     fast = outputs_and_gradients(lambda *arguments: in_chunks(*arguments, 8), tokens, state)
     slow = outputs_and_gradients(token_by_token, tokens, state)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=2e-4), fast, slow)
+
+
+@pytest.mark.parametrize("length", [1, 2, 13, 64])
+def test_a_triangular_system_is_solved(length):
+    """And its gradients are those of a dense solver; what is on the diagonal and above it is not read."""
+    draw = np.random.default_rng(0)
+    a, y, weight = (jnp.asarray(draw.normal(size=(3, length, n)), jnp.float32) for n in (length, 4, 4))
+
+    def slow(a, y):
+        return jnp.linalg.solve(jnp.eye(length) + jnp.tril(a, -1), y)
+
+    found = []
+    for solve in (solve_unit_lower, slow):
+        x, pullback = jax.vjp(solve, a / length**0.5, y)
+        found.append((x, pullback(weight)))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), *found)
 
 
 def test_a_value_is_read_back_with_its_key():

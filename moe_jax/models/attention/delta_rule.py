@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config.attention_kernels import DELTA_CHUNK
@@ -96,9 +97,7 @@ def _through_chunk(carry: tuple[State, jax.Array], tokens: Tokens) -> tuple[tupl
     system_BGJCC = rate_BGJC[..., None] * product_BGCC[:, :, None] * decay_BGJCC  # I + A but for its diagonal
     known_BGJCV = from_before_BGJC[..., None] * jnp.einsum("bcgk,bgjkv->bgjcv", key, state)
     wrong_BGJCV = rate_BGJC[..., None] * (jnp.moveaxis(value, 1, 3) - known_BGJCV)
-    correction_BGJCV = jax.lax.linalg.triangular_solve(
-        system_BGJCC, wrong_BGJCV, left_side=True, lower=True, unit_diagonal=True
-    )
+    correction_BGJCV = solve_unit_lower(system_BGJCC, wrong_BGJCV)
 
     weight_BGJCC = jnp.einsum("bcgk,bdgk->bgcd", query, key)[:, :, None] * decay_BGJCC
     old_BGJCV = from_before_BGJC[..., None] * jnp.einsum("bcgk,bgjkv->bgjcv", query, state)
@@ -106,6 +105,42 @@ def _through_chunk(carry: tuple[State, jax.Array], tokens: Tokens) -> tuple[tupl
     state = from_before_BGJC[..., -1, None, None] * state
     state += jnp.einsum("bcgk,bgjcv->bgjkv", key, to_end_BGJC[..., None] * correction_BGJCV)
     return (state, last_B1[:, 0]), jnp.moveaxis(out_BGJCV, 3, 1)
+
+
+@jax.custom_vjp
+def solve_unit_lower(a_CC: Float[Array, "*b C C"], y_CV: Float[Array, "*b C V"]) -> Float[Array, "*b C V"]:
+    """Solve (I + L)·X = Y for X, where L is what A has below its diagonal, by matrix products alone."""
+    return _inverse_unit_lower(a_CC) @ y_CV
+
+
+def _inverse_unit_lower(a_CC: Float[Array, "*b C C"]) -> Float[Array, "*b C C"]:
+    """Return (I + L)⁻¹, from the inverses of blocks on its diagonal: two neighbours P and Q with R below P have the
+    inverse P⁻¹ and Q⁻¹ with −Q⁻¹·R·P⁻¹ below.
+    """
+    length, size = a_CC.shape[-1], 1
+    row_C1, column_C = np.arange(length)[:, None], np.arange(length)
+    inverse = jnp.broadcast_to(jnp.eye(length, dtype=a_CC.dtype), a_CC.shape)
+    while size < length:
+        neighbours = (row_C1 // (2 * size) == column_C // (2 * size)) & (row_C1 // size > column_C // size)
+        between = jnp.where(neighbours, a_CC, 0)
+        inverse = inverse - (between if size == 1 else inverse @ between @ inverse)
+        size *= 2
+    return inverse
+
+
+def _solve_forward(a_CC: jax.Array, y_CV: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    inverse = _inverse_unit_lower(a_CC)
+    x_CV = inverse @ y_CV
+    return x_CV, (inverse, x_CV)
+
+
+def _solve_backward(saved: tuple[jax.Array, jax.Array], dx_CV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    inverse, x_CV = saved
+    dy_CV = inverse.mT @ dx_CV
+    return jnp.tril(-dy_CV @ x_CV.mT, -1), dy_CV
+
+
+solve_unit_lower.defvjp(_solve_forward, _solve_backward)
 
 
 def _exp(x: jax.Array, where: jax.Array) -> jax.Array:
