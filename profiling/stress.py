@@ -125,7 +125,8 @@ def _settings(case: dict[str, str]) -> list[str]:
 def narrowed(config: Config) -> list[str]:
     """Return settings that make a model of the same kind small, and let it read a text of bytes."""
     model, moe, attention = config.model, config.model.moe, config.model.attention
-    every = (moe.moe_layer_freq, attention.full_every, attention.nope_every)
+    delta = model.delta_net.full_attention_interval if model.has_delta_nets else None
+    every = (moe.moe_layer_freq, attention.full_every, attention.nope_every, delta)
     period = math.lcm(*(each for each in every if each))
     settings = {
         "model.vocab_size": 256,
@@ -155,6 +156,9 @@ def narrowed(config: Config) -> list[str]:
         settings |= {"model.latent.kv_lora_rank": 16, "model.latent.qk_nope_head_dim": 8}
         settings |= {"model.latent.qk_rope_head_dim": 4, "model.latent.v_head_dim": 8}
         settings |= {"model.latent.q_lora_rank": 24} if model.latent.q_lora_rank else {}
+    if model.has_delta_nets:
+        settings |= {"model.delta_net.num_value_heads": 8, "model.delta_net.num_key_heads": 4}
+        settings |= {"model.delta_net.key_head_dim": 8, "model.delta_net.value_head_dim": 8}
     if attention.sliding_window:
         settings["model.attention.sliding_window"] = 8
     if moe.num_experts:

@@ -14,6 +14,7 @@ import numpy as np
 
 from moe_jax.config import ModelConfig, MoEConfig
 from tests import gate_references
+from tests.delta_reference import delta_net, with_ones
 from tests.gate_references import Draws
 
 
@@ -74,6 +75,8 @@ def frequency(pair: int, pairs: int, model: ModelConfig) -> float:
 def attention(p, x_ND, model: ModelConfig, block: int):
     """One sequence, one head at a time."""
     h = norm(x_ND, p["norm"], model.rms_norm_eps)
+    if "conv" in p:
+        return delta_net(p, h, model)
     heads = (latent_heads if model.latent.kv_lora_rank else grouped_heads)(p, h, model, block)
     out = p["out_bias"] if model.attention.bias and model.attention.out_bias else 0.0
     scaling = model.rope_scaling
@@ -84,7 +87,10 @@ def attention(p, x_ND, model: ModelConfig, block: int):
         score = jnp.where(visible(len(x_ND), model, block), q @ k.T * mscale**2 * factor, -jnp.inf)
         if model.attention.sinks:
             score = jnp.concatenate([score, jnp.full((len(score), 1), p["sink"][head])], axis=-1)
-        out += jax.nn.softmax(score)[:, : len(x_ND)] @ v @ head_out
+        y = jax.nn.softmax(score)[:, : len(x_ND)] @ v
+        if model.attention.output_gate:
+            y = y / (1 + jnp.exp(-h @ p["gate"][:, head]))
+        out += y @ head_out
     return out
 
 
@@ -353,6 +359,7 @@ def objective(
     With multi-token prediction its loss has `mtp_weight`, and is the mean over `mtp_share` of all tokens but the last
     one of each sequence.
     """
+    params = with_ones(params, model)
     id_T = np.ravel(token_BN1[:, :-1])
     sequence_B = np.arange(len(token_BN1)) if sequence_B is None else sequence_B
     length = token_BN1.shape[1] - 1

@@ -230,6 +230,31 @@ REFUSED = {
         "model.partial_rotary_factor=0.4 rotates 3 of a head's 8 features, and rotary embedding turns pairs: use a "
         "factor that rotates an even number, 2 or more"
     ),
+    "model.latent.kv_lora_rank=8 model.attention.output_gate=true": (
+        "model.attention.output_gate=True is not for latent attention (model.latent.kv_lora_rank=8): "
+        "set model.attention.output_gate=false, or model.latent.kv_lora_rank=null"
+    ),
+    "model.delta_net.num_value_heads=6 model.delta_net.num_key_heads=4": (
+        "model.delta_net.num_key_heads=4 does not divide model.delta_net.num_value_heads=6: use 1, 2, 3 or 6"
+    ),
+    "model.delta_net.num_key_heads=4": (
+        "model.delta_net.num_key_heads=4 without model.delta_net.num_value_heads: set both, or "
+        "model.delta_net.num_key_heads=null"
+    ),
+    "model.delta_net.full_attention_interval=null": (
+        "model.delta_net.full_attention_interval=null without model.delta_net.num_value_heads: set both, or "
+        "model.delta_net.full_attention_interval=4"
+    ),
+    "model.delta_net.num_value_heads=4 model.delta_net.full_attention_interval=1": (
+        "model.delta_net.full_attention_interval=1 must be at least 2 (or null)"
+    ),
+    "model.delta_net.num_value_heads=4 mesh.context=2": (
+        "model.delta_net.num_value_heads=4 and mesh.context=2: the states of gated delta nets do not travel between "
+        "context ranks: use mesh.context=1, or model.delta_net.num_value_heads=null"
+    ),
+    "model.delta_net.num_value_heads=6 model.delta_net.num_key_heads=3 mesh.tensor=2": (
+        "model.delta_net.num_key_heads=3 is not divisible by mesh.tensor=2: use 2 or 4, or mesh.tensor=1"
+    ),
     "model.latent.kv_lora_rank=8 model.head_dim=4": (
         "model.head_dim=4 is not for latent attention (model.latent.kv_lora_rank=8): "
         "set model.head_dim=null, or model.latent.kv_lora_rank=null"

@@ -169,7 +169,9 @@ def settings_read() -> set[str]:
         parts: list[tuple[ast.AST, str]] = [(tree, "")]
         if file.parent == SOURCES / "config" / "sections":
             parts = [
-                (node, node.name.removesuffix("Config").lower()) for node in tree.body if isinstance(node, ast.ClassDef)
+                (node, re.sub("(?<=[a-z])(?=[A-Z][a-z])", "_", node.name.removesuffix("Config")).lower())
+                for node in tree.body
+                if isinstance(node, ast.ClassDef)
             ]
         for part, itself in parts:
             nodes = list(ast.walk(part))

@@ -145,6 +145,8 @@ FIXED = {
         f"model.moe.{name}"
         for name in ("n_group", "topk_group", "router_rank", "slots_per_expert", "shared_gate", "norm_top1_prob")
     ),
+    *(f"model.delta_net.{name}" for name in ("num_key_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")),
+    "model.delta_net.full_attention_interval",
     *(f"model.rope_scaling.{name}" for name in ("factor", "attention_factor", "mscale_all_dim")),
     *("train.upcycle", "train.mtp_loss_scaling_factor", "train.mtp_loss_schedule"),
 }

@@ -26,7 +26,7 @@ from moe_jax.config.yaml_io import config_from, load_config, to_yaml
 from moe_jax.convert.families import family_that_holds
 from moe_jax.convert.files import DTYPES
 from moe_jax.convert.hf_config import FILE, read_config
-from moe_jax.convert.source import MTP_LEFT_OUT, ORIGIN, leaves_out_mtp, longest_sequence, model_in
+from moe_jax.convert.source import ORIGIN, longest_sequence, model_in, mtp_left_out
 from moe_jax.convert.write import check_is_free, copy_companion_files, special_tokens, write_model
 from moe_jax.distributed import processes
 from moe_jax.distributed.failures import fail_fast
@@ -149,8 +149,8 @@ def _write_run(run: Path, source: Path, config: Config, state: dict[str, object]
         reason, cure = checkpoints.last_failure
         raise ConfigError(f"--out={run} was not written ({reason}): {cure}, or name another folder") from None
     if processes.is_main_process():
-        if leaves_out_mtp(source, config.model):
-            print(shown(f"{source}: {MTP_LEFT_OUT}"))
+        if (message := mtp_left_out(source, config.model)) is not None:
+            print(shown(f"{source}: {message}"))
         print(shown(f"{run}: begin with it by --config {run} log.dir=… data.path=…"))
 
 

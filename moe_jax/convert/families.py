@@ -25,13 +25,14 @@ from moe_jax.convert import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    qwen3_next,
 )
 from moe_jax.convert.family import Family, expert_block_pattern
 from moe_jax.convert.hf_config import ConvertError, HfConfig
 
 _MODULES = (
     *(mixtral, llama, qwen3, qwen2, mistral, qwen3_moe, olmoe, qwen2_moe, deepseek_v3, deepseek_v2, gpt_oss),
-    *(dots1, glm4_moe, minimax_m2, ernie4_5_moe, granitemoe, glm4_moe_lite, hunyuan_v1_moe),
+    *(dots1, glm4_moe, minimax_m2, ernie4_5_moe, granitemoe, glm4_moe_lite, hunyuan_v1_moe, qwen3_next),
 )
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 _BY_TYPE = FAMILIES | {name: family for family in FAMILIES.values() for name in family.aliases}
@@ -40,7 +41,9 @@ _BY_TYPE = FAMILIES | {name: family for family in FAMILIES.values() for name in 
 _NOT_BUILT = {
     "phimoe": "sparsemixer routing (Phi-3.5-MoE)",
     **dict.fromkeys(("llama4", "llama4_text"), "attention in chunks (Llama 4)"),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "minimax", "kimi_linear"), "linear attention"),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), "delta net with separate projections (Qwen3.5)"),
+    "minimax": "lightning attention (MiniMax-01)",
+    "kimi_linear": "delta net that decays each feature by itself (Kimi Linear)",
     **dict.fromkeys(("jamba", "granitemoehybrid", "nemotron_h"), "state-space blocks (Mamba)"),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "sparse attention with an indexer"),
     "dbrx": "norms that subtract the mean (DBRX)",
@@ -121,6 +124,12 @@ def _effective_settings(model: ModelConfig) -> dict[str, Any]:
         unused |= {"qk_norm_over", "qk_norm_after_rope"}
     if not model.attention.bias:
         unused.add("attention.out_bias")
+    if model.has_delta_nets:
+        found["delta_net.num_key_heads"] = model.delta_net.key_heads
+        if all(view.is_delta for view in model.views):  # the interval is longer than the model, or there is none
+            found["delta_net.full_attention_interval"] = None
+    else:
+        unused |= {name for name in found if name.startswith("delta_net.")} - {"delta_net.num_value_heads"}
     if "dense" not in model.block_kinds and not model.moe.dense_residual:
         unused.add("intermediate_size")
     if model.attention.sliding_window is None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_jax.config import ModelConfig
+from moe_jax.config import AttentionView, ModelConfig
 from moe_jax.convert.hf_config import ConvertError, HfConfig
 from moe_jax.convert.tensors import Tensor
 
@@ -24,10 +24,19 @@ class Family:
     defaults: Mapping[str, Any]  # transformers' defaults for missing settings, where families differ
     holds_mtp: bool = False  # whether its files may have a module of multi-token prediction (mtp.py)
     aliases: tuple[str, ...] = ()  # further `model_type`s with the same settings, tensors and function
+    # the rows of a block with a gated delta net; None: the family has none
+    delta_block: Callable[[ModelConfig, str], list[Tensor]] | None = None
 
     def model(self, hf: HfConfig) -> ModelConfig:
         """Return the model of a config.json. Raises ConvertError for unsupported settings."""
         return self.read(hf.with_defaults(self.defaults))
+
+    def rows(self, model: ModelConfig, kind: str, view: AttentionView) -> list[Tensor]:
+        """Return the table rows of a block of a kind with a view of attention."""
+        if view.is_delta:
+            assert self.delta_block is not None, "models with delta nets are of families that have them"
+            return self.delta_block(model, kind)
+        return self.block(model, kind)
 
 
 def unstacked_rows(model: ModelConfig) -> list[Tensor]:

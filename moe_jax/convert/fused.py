@@ -26,7 +26,8 @@ def stored_family(family: Family, names: Collection[str]) -> Family:
     """Return the family with the table that fits files with these tensors: the fused one if experts are fused."""
     if not any(name.endswith(_EITHER) for name in names):
         return family
-    return dataclasses.replace(family, block=functools.partial(_rows, family.block))
+    delta_block = family.delta_block and functools.partial(_rows, family.delta_block)
+    return dataclasses.replace(family, block=functools.partial(_rows, family.block), delta_block=delta_block)
 
 
 def _rows(block: Callable[[ModelConfig, str], list[Tensor]], model: ModelConfig, kind: str) -> list[Tensor]:

@@ -27,6 +27,11 @@ def has_module(names: Collection[str], model: ModelConfig) -> bool:
     return f"{prefix(model)}eh_proj.weight" in names
 
 
+def has_foreign_module(names: Collection[str]) -> bool:
+    """Whether files with these tensors have a module as Qwen3-Next stores it, which is not read."""
+    return any(name.startswith("mtp.") for name in names)
+
+
 def copy_rows(model: ModelConfig) -> list[Tensor]:
     """Return the rows of the block's copies of the embedding and the head."""
     head = "embedding" if model.tie_word_embeddings else "head"

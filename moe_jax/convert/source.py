@@ -17,7 +17,7 @@ from moe_jax.convert.table import array_slices, disk_shapes
 from moe_jax.files.local_copy import local_outline, url_of
 from moe_jax.telemetry.run_log import FILE_NAME as METRICS
 
-MTP_LEFT_OUT = "its module of multi-token prediction is not read: model.num_nextn_predict_layers=1 reads it"
+_LEFT_OUT = "its module of multi-token prediction is not read: "
 ORIGIN = "imported_config.json"  # a copy of the config.json of the imported model, in the run's folder
 
 
@@ -84,13 +84,18 @@ def open_model(folder: Path, model: ModelConfig, upcycle: bool = False) -> Itera
         yield weights, stored
 
 
-def leaves_out_mtp(folder: Path, model: ModelConfig) -> bool:
-    """Whether a Hugging Face folder has a module of multi-token prediction, and the model that is read from it none."""
+def mtp_left_out(folder: Path, model: ModelConfig) -> str | None:
+    """Return a message if a Hugging Face folder has a module of multi-token prediction that is not read."""
     hf = read_config(folder)
-    if model.has_mtp or not family_of(hf).holds_mtp:
-        return False
+    if model.has_mtp:
+        return None
     with Weights(folder, quantization_of(hf)) as weights:
-        return mtp.has_module(weights.names(), model)
+        names = weights.names()
+    if family_of(hf).holds_mtp and mtp.has_module(names, model):
+        return f"{_LEFT_OUT}model.num_nextn_predict_layers=1 reads it"
+    if mtp.has_foreign_module(names):
+        return f"{_LEFT_OUT}modules of this kind are not built, and the decoder does not need it"
+    return None
 
 
 def check_same(folder: Path, here: ModelConfig, there: ModelConfig) -> None:

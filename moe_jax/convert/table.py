@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from moe_jax.config import ModelConfig
+from moe_jax.config import AttentionView, ModelConfig
 from moe_jax.config.layer_layout import segments
 from moe_jax.convert import mtp
 from moe_jax.convert.family import Family, unstacked_rows
@@ -56,8 +56,8 @@ def array_slices(model: ModelConfig, family: Family, copies: bool = False) -> di
 
     for row in unstacked_rows(model):
         add((row.path,), row, "", False)
-    for layer, (number, place, kind) in enumerate(_blocks(model)):
-        for row in family.block(model, kind):
+    for layer, (number, place, kind, view) in enumerate(_blocks(model)):
+        for row in family.rows(model, kind, view):
             add(("segments", number, place, *row.path.split(".")), row, f"model.layers.{layer}.", True)
         if layer == model.num_layers:
             above = mtp.prefix(model)
@@ -73,12 +73,12 @@ def disk_shapes(found: dict[ArrayPath, list[ArraySlice]]) -> dict[str, tuple[int
     return {name: each.shape for group in found.values() for each in group for name in each.names()}
 
 
-def _blocks(model: ModelConfig) -> Iterator[tuple[int, int, str]]:
-    """Yield the segment, the place in its period and the kind of each block, from the bottom up."""
+def _blocks(model: ModelConfig) -> Iterator[tuple[int, int, str, AttentionView]]:
+    """Yield the segment, the place in its period, the kind and the view of each block, from the bottom up."""
     for number, segment in enumerate(segments(model)):
         for _ in range(segment.repeats):
-            for place, kind in enumerate(segment.kinds):
-                yield number, place, kind
+            for place, (kind, view) in enumerate(zip(segment.kinds, segment.views, strict=True)):
+                yield number, place, kind, view
 
 
 def _by_path(tree: Any, **settings: Any) -> dict[ArrayPath, Any]:

@@ -1,10 +1,11 @@
-"""Text sampling with cached keys and values or latents: the prompt at once, then one token after another.
+"""Text sampling with cached keys and values, latents or states: the prompt at once, then one token after another.
 
 Runs inside `shard_map` over one device. B sequences of different lengths, N further tokens of each, K tokens or pieces
 of one call, S slots of the cache, D model width, V vocabulary, T = B·N.
 """
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from moe_jax.config import ModelConfig
+from moe_jax.config import AttentionView, ModelConfig
 from moe_jax.config.layer_layout import Segment, decoder_segments
 from moe_jax.models import moe as moe_layer
 from moe_jax.models.attention import attend_cached, kind_of
 from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.models.head import unembed
-from moe_jax.models.layers import mlp, rms_norm, scaled
+from moe_jax.models.layers import mlp, norm, scaled
 from moe_jax.models.sampling import Sampling, draw
 from moe_jax.models.transformer import ComputeConfig, embed
 
@@ -64,12 +65,13 @@ def prefill(
     def extend(carry: tuple[Cache, jax.Array], number: jax.Array) -> tuple[tuple[Cache, jax.Array], None]:
         cache, last_B1D = carry
         token_Bn = jax.lax.dynamic_slice_in_dim(prompt_BN, number * piece, piece, axis=1)
-        x_BnD, cache = _extend(params, cache, token_Bn, jnp.full_like(length_B, number * piece), model, compute)
+        position_B, count_B = jnp.full_like(length_B, number * piece), jnp.clip(length_B - number * piece, 0, piece)
+        x_BnD, cache = _extend(params, cache, token_Bn, position_B, count_B, model, compute)
         here_B11 = ((length_B - 1) // piece == number)[:, None, None]
         ends_B1D = jnp.take_along_axis(x_BnD, ((length_B - 1) % piece)[:, None, None], axis=1)
         return (cache, jnp.where(here_B11, ends_B1D, last_B1D)), None
 
-    # tokens after a prompt's own are hidden by causality, and their slots are filled again before a token sees them
+    # tokens after a prompt's own are hidden by causality, and what comes later does not see them
     first = cache, jnp.zeros((batch, 1, model.hidden_size), compute.dtype)
     (cache, last_B1D), _ = jax.lax.scan(extend, first, jnp.arange(prompt_BN.shape[1] // piece))
     return _drawn(params, last_B1D, DecodeState(cache, length_B, length_B, key_B, drawn_B), model, sampling)
@@ -82,7 +84,8 @@ def decode(
     model = _dropless(model)
 
     def step(state: DecodeState, _: None) -> tuple[DecodeState, jax.Array]:
-        x_B1D, cache = _extend(params, state.cache, state.token_B[:, None], state.position_B, model, compute)
+        one_B, last_B1 = jnp.ones_like(state.position_B), state.token_B[:, None]
+        x_B1D, cache = _extend(params, state.cache, last_B1, state.position_B, one_B, model, compute)
         state = state._replace(cache=cache, position_B=state.position_B + 1)
         state = _drawn(params, x_B1D, state, model, sampling)
         return state, state.token_B
@@ -118,7 +121,8 @@ def score(
         input_Bn, target_Bn = (
             jax.lax.dynamic_slice_in_dim(each, number * piece, piece, axis=1) for each in (input_BN, target_BN)
         )
-        x_BnD, cache = _extend(params, cache, input_Bn, jnp.full(batch, number * piece), model, compute)
+        position_B, count_B = jnp.full(batch, number * piece), jnp.full(batch, piece)
+        x_BnD, cache = _extend(params, cache, input_Bn, position_B, count_B, model, compute)
         return cache, jax.lax.map(score_sequence, (x_BnD, target_Bn))
 
     _, pieces_KBn = jax.lax.scan(score_piece, _first_cache(model, batch, tokens, compute), jnp.arange(tokens // piece))
@@ -127,11 +131,11 @@ def score(
 
 
 def _first_cache(model: ModelConfig, batch: int, slots: int, compute: ComputeConfig) -> Cache:
-    one = kind_of(model).first_cache(model, batch, slots, compute.dtype)
-    return [
-        [jax.tree.map(lambda x, n=segment.repeats: jnp.zeros((n, *x.shape), x.dtype), one) for _ in segment.kinds]
-        for segment in decoder_segments(model)
-    ]
+    def of_block(view: AttentionView, periods: int) -> Any:
+        one = kind_of(model, view).first_cache(model, batch, slots, compute.dtype)
+        return jax.tree.map(lambda x: jnp.zeros((periods, *x.shape), x.dtype), one)
+
+    return [[of_block(view, segment.repeats) for view in segment.views] for segment in decoder_segments(model)]
 
 
 def _dropless(model: ModelConfig) -> ModelConfig:
@@ -154,16 +158,21 @@ def _extend(
     cache: Cache,
     token_BN: Int[Array, "B N"],
     position_B: Int[Array, " B"],
+    count_B: Int[Array, " B"],
     model: ModelConfig,
     compute: ComputeConfig,
 ) -> tuple[Float[Array, "B N D"], Cache]:
-    """Return the residual stream of further tokens, the first of which are at `position_B`, and the updated cache."""
+    """Return the residual stream of further tokens, the first of which are at `position_B`, and the updated cache.
+
+    Later tokens see the first `count_B` of each sequence.
+    """
     x_BND = embed(params["embedding"], token_BN, model, compute)
     position_BN = position_B[:, None] + jnp.arange(token_BN.shape[1])
     inputs, updated, below = RouterInputs(token_BN, position_BN, None, jnp.int32(0)).flat(), [], 0
     for number, segment in enumerate(decoder_segments(model)):
+        extend = partial(attend_cached, position_B=position_B, count_B=count_B, model=model)
         period = partial(
-            _period, segment=segment, position_B=position_B, inputs=inputs.above(below), model=model, compute=compute
+            _period, segment=segment, extend=extend, inputs=inputs.above(below), model=model, compute=compute
         )
         stacked = params["segments"][number], cache[number], jnp.arange(segment.repeats)
         x_BND, segment_cache = jax.lax.scan(period, x_BND, stacked)
@@ -176,20 +185,23 @@ def _period(
     x_BND: Float[Array, "B N D"],
     stacked: tuple[Any, list[Any], Int[Array, ""]],
     segment: Segment,
-    position_B: Int[Array, " B"],
+    extend: Callable[..., tuple[jax.Array, Any]],
     inputs: RouterInputs,
     model: ModelConfig,
     compute: ComputeConfig,
 ) -> tuple[Float[Array, "B N D"], list[Any]]:
-    """Run the blocks of one period of a segment: parameters, cache and number of the period are given as `stacked`."""
+    """Run the blocks of one period of a segment: parameters, cache and number of the period are given as `stacked`.
+
+    `extend` is `attend_cached` at the tokens' positions.
+    """
     params, cache, iteration = stacked
     updated = []
     for place, view in enumerate(segment.views):
         block = params[place]
-        y_BND, block_cache = attend_cached(block["attention"], x_BND, cache[place], position_B, model, view)
+        y_BND, block_cache = extend(block["attention"], x_BND, cache[place], view=view)
         updated.append(block_cache)
         x_BND += y_BND
-        h_BND = rms_norm(x_BND, block["norm"], model.rms_norm_eps)
+        h_BND = norm(x_BND, block["norm"], model)
         own = inputs.above(iteration * len(segment.kinds) + place)
         x_BND += scaled(_feed_forward(block, h_BND, model, compute, own), model.residual_multiplier)
     return x_BND, updated

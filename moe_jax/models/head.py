@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.config import Config, ModelConfig
 from moe_jax.config.loss_chunks import tokens_of_chunk
-from moe_jax.models.layers import rms_norm, scaled, wide_matmul
+from moe_jax.models.layers import norm, scaled, wide_matmul
 from moe_jax.parallel.trees import Tree
 
 _SCOPE = "cross_entropy"
@@ -97,7 +97,7 @@ def head_loss(
 
 def _features(params: Tree, x_BnD: Float[Array, "B n D"], model: ModelConfig) -> Float[Array, "B n D"]:
     """Return the normed features of tokens, divided by the divisor of the logits."""
-    return scaled(rms_norm(x_BnD, params["norm"], model.rms_norm_eps), 1 / model.logits_scaling)
+    return scaled(norm(x_BnD, params["norm"], model), 1 / model.logits_scaling)
 
 
 def _matrix(params: Tree, model: ModelConfig) -> Float[Array, "D V"]:

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from moe_jax.config import ModelConfig
+
 _CLIP, _SLOPE = 7.0, 1.702  # the constants of gpt-oss
 
 
@@ -15,6 +17,16 @@ def rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"], eps: float) ->
     wide = x.astype(jnp.float32)
     inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
     return (wide * inverse_rms * scale).astype(x.dtype)
+
+
+def norm_weight(weight: Float[Array, "*D"], model: ModelConfig) -> Float[Array, "*D"]:
+    """Return what an RMSNorm of a model multiplies by, from its weights, which may be differences from 1."""
+    return 1 + weight if model.rms_norm_zero_centered else weight
+
+
+def norm(x: Float[Array, "... D"], weight: Float[Array, " D"], model: ModelConfig) -> Float[Array, "... D"]:
+    """Apply an RMSNorm of a model."""
+    return rms_norm(x, norm_weight(weight, model), model.rms_norm_eps)
 
 
 def scaled(x: jax.Array, factor: float) -> jax.Array:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.config import ModelConfig
 from moe_jax.config.sections import TrainConfig
 from moe_jax.models.head import HeadLoss, LossForm, head_loss
-from moe_jax.models.layers import matmul, rms_norm
+from moe_jax.models.layers import matmul, norm
 from moe_jax.parallel.trees import Tree
 
 
@@ -56,8 +56,8 @@ def mtp_input(
 
     `norm_D` is the decoder's last norm, and `next_BnD` has the embedding of the token after each one.
     """
-    features_BnD = rms_norm(rms_norm(x_BnD, norm_D, model.rms_norm_eps), params["hidden_norm"], model.rms_norm_eps)
-    embedding_BnD = rms_norm(next_BnD, params["embedding_norm"], model.rms_norm_eps)
+    features_BnD = norm(norm(x_BnD, norm_D, model), params["hidden_norm"], model)
+    embedding_BnD = norm(next_BnD, params["embedding_norm"], model)
     joined = jnp.concatenate([embedding_BnD, features_BnD], axis=-1)
     return matmul(joined, params["projection"])
 

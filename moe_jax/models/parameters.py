@@ -6,6 +6,7 @@ have another order: blocks are in the rows that `moe_jax.config.layer_layout` as
 """
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -14,7 +15,7 @@ import numpy as np
 from flax import nnx
 from numpy.typing import NDArray
 
-from moe_jax.config import ModelConfig
+from moe_jax.config import AttentionView, ModelConfig
 from moe_jax.config.gates import gate_parameters
 from moe_jax.config.layer_layout import Stages, decoder_segments, segments
 from moe_jax.parallel.sharding import Dims
@@ -28,8 +29,8 @@ _ROUTER_STD = 0.01  # small: initially all experts are about equally likely
 class _Declare:
     """Declares the parameters of one block, stacked over `repeats` periods (None: not stacked)."""
 
-    def __init__(self, rngs: nnx.Rngs, repeats: int | None = None):
-        self._rngs, self._repeats = rngs, repeats
+    def __init__(self, rngs: nnx.Rngs, model: ModelConfig, repeats: int | None = None):
+        self._rngs, self._repeats, self._zero_centered = rngs, repeats, model.rms_norm_zero_centered
 
     def matrix(self, std: float, **dims: int) -> nnx.Param:
         """Return a normal matrix with dimensions of these names and sizes."""
@@ -37,9 +38,13 @@ class _Declare:
         return nnx.Param(std * jax.random.normal(self._rngs.params(), shape), dims=names)
 
     def scale(self, **dims: int) -> nnx.Param:
-        """Return ones, to multiply by."""
+        """Return the weights of a norm that changes nothing."""
+        return self.constant(0.0 if self._zero_centered else 1.0, **dims)
+
+    def uniform(self, least: float, most: float, **dims: int) -> nnx.Param:
+        """Return random numbers between two others."""
         shape, names = self._stacked(dims)
-        return nnx.Param(jnp.ones(shape), dims=names)
+        return nnx.Param(jax.random.uniform(self._rngs.params(), shape, minval=least, maxval=most), dims=names)
 
     def constant(self, value: float, **dims: int) -> nnx.Param:
         """Return an array filled with `value`."""
@@ -86,6 +91,8 @@ class GroupedAttention(nnx.Module):
             self.key_norm = declare.scale(**(keys if over_projection else {"head": width}))
         if model.attention.sinks:
             self.sink = declare.offset(heads=model.num_attention_heads)
+        if model.attention.output_gate:
+            self.gate = declare.matrix(in_std, model=model.hidden_size, **queries)
 
 
 class LatentAttention(nnx.Module):
@@ -110,6 +117,30 @@ class LatentAttention(nnx.Module):
         self.out = _output_matrix(model, declare)
         if model.attention.sinks:
             self.sink = declare.offset(heads=heads)
+
+
+class DeltaNet(nnx.Module):
+    """Projections, convolution and decay of a gated delta net. Its value heads are grouped by their key head."""
+
+    def __init__(self, model: ModelConfig, declare: _Declare):
+        delta, d, in_std = model.delta_net, model.hidden_size, model.hidden_size**-0.5
+        heads, values = delta.key_heads * delta.group, delta.group * delta.value_head_dim
+
+        def projection(features: int) -> nnx.Param:
+            return declare.matrix(in_std, model=d, kv_heads=delta.key_heads, head=features)
+
+        self.norm = declare.scale(model=d)
+        self.query, self.key = projection(delta.key_head_dim), projection(delta.key_head_dim)
+        self.value, self.gate = projection(values), projection(values)
+        self.rate, self.step = projection(delta.group), projection(delta.group)
+        channels = 2 * delta.key_width + delta.value_width
+        self.conv = declare.matrix(delta.conv_kernel_dim**-0.5, channels=channels, taps=delta.conv_kernel_dim)
+        # as in Mamba-2: rates of decay of 1 to 16 per unit of time, and steps of 0.001 to 0.1 units
+        self.decay_log = declare.uniform(0.0, math.log(16), heads=heads)
+        self.step_bias = declare.uniform(math.log(0.001), math.log(0.1), heads=heads)
+        self.value_norm = declare.constant(1.0, head=delta.value_head_dim)
+        std = (delta.value_width * 2 * model.num_layers) ** -0.5
+        self.out = declare.matrix(std, heads=heads, head=delta.value_head_dim, model=d)
 
 
 class MLP(nnx.Module):
@@ -167,8 +198,9 @@ class MTPInput(nnx.Module):
 class Block(nnx.Module):
     """Attention, then an MLP or an MoE layer. That of multi-token prediction also makes its own input."""
 
-    def __init__(self, kind: str, model: ModelConfig, declare: _Declare, is_mtp: bool = False):
-        self.attention = (LatentAttention if model.has_latents else GroupedAttention)(model, declare)
+    def __init__(self, kind: str, view: AttentionView, model: ModelConfig, declare: _Declare, is_mtp: bool = False):
+        attention = LatentAttention if model.has_latents else GroupedAttention
+        self.attention = (DeltaNet if view.is_delta else attention)(model, declare)
         self.norm = declare.scale(model=model.hidden_size)
         if kind == "moe":
             self.moe = MoELayer(model, declare)
@@ -182,12 +214,12 @@ class Transformer(nnx.Module):
     """All parameters of the decoder."""
 
     def __init__(self, model: ModelConfig, rngs: nnx.Rngs):
-        declare, std = _Declare(rngs), model.hidden_size**-0.5
+        declare, std = _Declare(rngs, model), model.hidden_size**-0.5
         self.embedding = declare.matrix(std, vocab=model.vocab_size, model=model.hidden_size)
         self.segments = nnx.List(
             nnx.List(
-                Block(kind, model, _Declare(rngs, segment.repeats), is_mtp=number >= len(decoder_segments(model)))
-                for kind in segment.kinds
+                Block(kind, view, model, _Declare(rngs, model, segment.repeats), number >= len(decoder_segments(model)))
+                for kind, view in zip(segment.kinds, segment.views, strict=True)
             )
             for number, segment in enumerate(segments(model))
         )

@@ -26,6 +26,8 @@ AXES_OF_DIM: dict[str, tuple[Axis, ...]] = {
     "latent": (),  # every tensor rank computes the latents of its own tokens
     "choices": (),  # experts as the router's outputs
     "slots": (),  # the slots of each expert
+    "channels": (),  # features of all heads that a delta net convolves
+    "taps": (),  # tokens of such a convolution
     "one": (),  # a dimension of size 1
 }
 
@@ -56,10 +58,10 @@ def map_dims(function: Callable[[Dims], Any], dims: Tree) -> Tree:
 
 
 def is_matrix(dims: Dims) -> bool:
-    """Whether an array maps one space to another. Heads and their width count as one dimension; layers and experts do
-    not count.
+    """Whether an array maps one space to another. Heads and their width count as one dimension; layers, experts and the
+    tokens of a convolution do not count.
     """
-    return len({"head" if "heads" in name else name for name in dims} - {"layers", "experts"}) > 1
+    return len({"head" if "heads" in name else name for name in dims} - {"layers", "experts", "taps"}) > 1
 
 
 def shardings(mesh: Mesh, specs: Tree) -> Tree:

@@ -13,6 +13,7 @@ T is the number of tokens of a context rank, of which n belong to its tensor ran
 widths of its query and key heads, F hidden widths, all as sharded on its tensor rank.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -20,12 +21,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
-from moe_jax.config import Config, ModelConfig
+from moe_jax.config import Config, LatentConfig, ModelConfig
 from moe_jax.config.attention_kernels import Kernel, kernel_of
 from moe_jax.config.grouped_products import AUTO, passes_of
 from moe_jax.config.layer_layout import segments
 from moe_jax.config.registry import OPEN_EXCHANGE
 from moe_jax.config.step_kinds import RematUnit
+from moe_jax.plan.delta_nets import delta_share, mean_over_blocks, projected_numbers, stored_numbers
 from moe_jax.plan.work import ITEM_BYTES, attention_tile
 
 Mode = Literal["all", "fused", "least", "dots", "full"]
@@ -205,7 +207,24 @@ def _mlps(model: ModelConfig, kind: str) -> list[int]:
 
 
 def stored_bytes(sizes: DeviceSizes, model: ModelConfig, kind: str, mode: Mode, remat_unit: RematUnit) -> float:
-    """Bytes that a block of this kind, `dense` or `moe`, stores for its backward pass."""
+    """Bytes that a block of this kind, `dense` or `moe`, stores for its backward pass: the mean of those with attention
+    and with delta nets.
+    """
+    share = delta_share(model)
+    of_attention = _stored_bytes(sizes, model, kind, mode, remat_unit) if share < 1 else 0.0
+    if not share:
+        return of_attention
+    without = dataclasses.replace(sizes, heads=0, kv_heads=0, tile=1, kernel="xla")
+    others = dataclasses.replace(model, latent=LatentConfig())
+    of_delta_net = _stored_bytes(without, others, kind, mode, remat_unit)
+    if mode != "full":
+        numbers = projected_numbers(model) if mode == "dots" else stored_numbers(model)
+        of_delta_net += sizes.item * sizes.tokens * numbers / sizes.tensor
+    return mean_over_blocks(model, of_attention, of_delta_net)
+
+
+def _stored_bytes(sizes: DeviceSizes, model: ModelConfig, kind: str, mode: Mode, remat_unit: RematUnit) -> float:
+    """Bytes that a block with attention stores."""
     moe, item, own, gathered = model.moe, sizes.item, sizes.local_tokens, sizes.tokens - sizes.local_tokens
     stream, stream_32 = own * model.hidden_size * item, own * model.hidden_size * 4
     query = sizes.tokens * sizes.heads * model.qk_width
@@ -245,6 +264,8 @@ def stored_bytes(sizes: DeviceSizes, model: ModelConfig, kind: str, mode: Mode, 
     if mode in ("all", "fused", "least"):
         total += copies
     total += _latent_bytes(sizes, model, mode)
+    if model.attention.output_gate:
+        total += item * query * {"all": 3, "full": 0}.get(mode, 1)  # of the gates: results, and what these multiply
     if kind == "dense" or (mode in ("dots", "full") and remat_unit == "period"):
         return total + (own * moe.num_experts * 4 if kind == "moe" and mode == "dots" else 0)
     # received and returned rows, and their destinations

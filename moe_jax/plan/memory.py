@@ -24,7 +24,7 @@ from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
 from moe_jax.config import Config, ModelConfig
-from moe_jax.config.layer_layout import Stages
+from moe_jax.config.layer_layout import Stages, segments
 from moe_jax.config.registry import PIPELINE_FACTS
 from moe_jax.errors import ConfigError
 from moe_jax.plan.activation_memory import (
@@ -224,6 +224,10 @@ def _stored_by_blocks(config: Config, sizes: DeviceSizes, mode: Mode, in_product
     if facts.keeps_weight_casts and mode in ("all", "fused") and config.optimizer.zero < 3:
         total += sizes.item * in_products  # weight casts are stacked like activations
     total = total / period_of(config) if facts.remat_unit == "period" and mode == "full" else total
+    if facts.remat_unit == "period" and mode == "dots" and model.has_delta_nets:
+        # what experts add in the middle of a period is no product, so that the next block's input is not stored
+        inside = sum(segment.repeats * segment.kinds[:-1].count("moe") for segment in segments(model))
+        total -= sizes.item * sizes.local_tokens * model.hidden_size * inside
     return total + mtp_bytes(config, sizes)
 
 
@@ -280,7 +284,7 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
         ("backward", held | {"activations": activations, "working": working}),
     ]
     for each in stages.mtp:
-        block = with_mtp_input(owned_by_kind(model)[each.kind], model)
+        block = with_mtp_input(owned_by_kind(model, each.view.is_delta)[each.kind], model)
         gradients = 4 * sum(params_by_group(block, config, mesh).values())
         in_block = gradients + working_bytes(config, sizes, compiler, mode, mesh, 1)
         moments.append(("head", held | {"activations": activations + of_mtp, "working": in_block}))

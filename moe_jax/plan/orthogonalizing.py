@@ -31,12 +31,17 @@ class Matrices(NamedTuple):
         return iterations * (4 * least**2 * most + 2 * least**3)
 
 
-def hidden_matrices(model: ModelConfig, kind: str) -> Counter[Matrices]:
+def hidden_matrices(model: ModelConfig, kind: str, is_delta: bool = False) -> Counter[Matrices]:
     """Return the number of arrays of each shape in a block of a kind, without those of its gate."""
-    d, heads, latent = model.hidden_size, model.num_attention_heads, model.latent
-    found: Counter[Matrices] = Counter([Matrices("heads_and_hidden", heads * model.v_width, d)])
-    if latent.kv_lora_rank is None:
+    d, heads, latent, delta = model.hidden_size, model.num_attention_heads, model.latent, model.delta_net
+    outputs = delta.value_width if is_delta else heads * model.v_width
+    found: Counter[Matrices] = Counter([Matrices("heads_and_hidden", outputs, d)])
+    if is_delta:
+        for width in (delta.key_width, delta.value_width, delta.num_value_heads or 0):  # of which there are two each
+            found[Matrices("heads_and_hidden", d, width)] += 2
+    elif latent.kv_lora_rank is None:
         found[Matrices("heads_and_hidden", d, heads * model.head_width)] += 1
+        found[Matrices("heads_and_hidden", d, heads * model.head_width)] += model.attention.output_gate
         found[Matrices("heads_and_hidden", d, model.kv_heads * model.head_width)] += 2
     else:
         rank, q_rank = latent.kv_lora_rank, latent.q_lora_rank
@@ -85,9 +90,10 @@ def _stacks(config: Config, mesh: Mapping[str, int]) -> Iterator[tuple[Matrices,
     model, stages, shards = config.model, Stages.of(config), parts_by_owner(config, mesh)
     experts = config.expert_slots(mesh) / config.mesh.expert_ranks(mesh)
     shared_by = {"whole": 1, "heads_and_hidden": mesh["tensor"], "expert": config.mesh.expert_tensor_ranks(mesh)}
-    for kind in dict.fromkeys(model.block_kinds):
-        blocks = -(-model.block_kinds.count(kind) // stages.stages)
-        for each, arrays in hidden_matrices(model, kind).items():
+    all_blocks = Counter(zip(model.block_kinds, (view.is_delta for view in model.views), strict=True))
+    for (kind, is_delta), count in all_blocks.items():
+        blocks = -(-count // stages.stages)
+        for each, arrays in hidden_matrices(model, kind, is_delta).items():
             ranks = shards[each.owner] * shared_by[each.owner]
             yield each, arrays, blocks * (experts if each.owner == "expert" else 1) / ranks
     if model.has_mtp:  # the matrix of the input of its block

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, cast
 from moe_jax.config import Config, ModelConfig
 from moe_jax.plan.clusters.hardware import Device, MatrixUnits
 from moe_jax.plan.curves import Curve
+from moe_jax.plan.delta_nets import delta_share, projected_numbers
 from moe_jax.plan.resources import gate_matrices
 from moe_jax.plan.task_times import task_seconds
 from moe_jax.plan.work import busiest_rows
@@ -131,9 +132,21 @@ def block_products(config: Config, tokens: float, tensor: int, expert_ranks: int
 
 
 def _attention(model: ModelConfig, tokens: float, tensor: int, kind: Kind) -> Iterator[Product]:
+    """Yield the products of a block's attention; of several kinds of blocks, each as often as it occurs on average."""
+    share, delta = delta_share(model), model.delta_net
+    if share:
+        rows, width = tokens * tensor, projected_numbers(model) / tensor
+        yield Product(rows, model.hidden_size, width, share, kind)
+        yield Product(rows, delta.value_width / tensor, model.hidden_size, share, kind)
+    if share < 1:
+        yield from (each._replace(groups=1 - share) for each in _softmax_attention(model, tokens, tensor, kind))
+
+
+def _softmax_attention(model: ModelConfig, tokens: float, tensor: int, kind: Kind) -> Iterator[Product]:
     d, heads, latent, rows = model.hidden_size, model.num_attention_heads / tensor, model.latent, tokens * tensor
     if latent.kv_lora_rank is None:
-        yield Product(rows, d, (heads + 2 * model.kv_heads / tensor) * model.head_width, kind=kind)
+        of_queries = heads * (2 if model.attention.output_gate else 1)
+        yield Product(rows, d, (of_queries + 2 * model.kv_heads / tensor) * model.head_width, kind=kind)
         yield Product(rows, heads * model.head_width, d, kind=kind)
         return
     rank, q_rank = latent.kv_lora_rank, latent.q_lora_rank

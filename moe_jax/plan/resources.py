@@ -9,6 +9,7 @@ from typing import NamedTuple
 from moe_jax.config import Config, ModelConfig
 from moe_jax.config.facts import SCORE_BIAS
 from moe_jax.config.gates import gate_parameters
+from moe_jax.plan.delta_nets import mean_over_blocks, needed_flops, weights_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,16 +50,17 @@ def count_parameters(model: ModelConfig) -> Parameters:
     """Count every parameter of a model."""
     moe, d, blocks = model.moe, model.hidden_size, model.num_blocks
     num_moe = model.block_kinds.count("moe")
-    attention, expert = _attention(model), _mlp(model, moe.intermediate_size, moe.bias)
+    attentions = [_attention(model, view.is_delta) for view in model.views]
+    attention, expert = _Count(*map(sum, zip(*attentions, strict=True))), _mlp(model, moe.intermediate_size, moe.bias)
     num_dense = blocks - num_moe + (num_moe if moe.dense_residual else 0)
     dense, shared = _mlp(model, model.intermediate_size), _mlp(model, moe.intermediate_size * moe.num_shared_experts)
     mlps = num_moe * shared.total + num_dense * dense.total
     head, gate = d * model.vocab_size, _gate(model)
     chosen = num_moe * moe.top_k
-    matrix_active = blocks * attention.matrices + mlps + num_moe * gate.matrices + chosen * expert.matrices + head
+    matrix_active = attention.matrices + mlps + num_moe * gate.matrices + chosen * expert.matrices + head
     matrix_active += _mtp_input(model).matrices
     norms = 2 * blocks + 1 + model.num_nextn_predict_layers
-    vectors = d * norms + _mtp_input(model).whole_vectors + blocks * (attention.total - attention.matrices)
+    vectors = d * norms + _mtp_input(model).whole_vectors + attention.total - attention.matrices
     vectors += chosen * (expert.total - expert.matrices) + num_moe * (gate.total - gate.matrices)
     active = matrix_active + vectors + (0 if model.tie_word_embeddings else head)
     return Parameters(
@@ -67,7 +69,7 @@ def count_parameters(model: ModelConfig) -> Parameters:
         matrix_active=matrix_active,
         expert=num_moe * moe.num_experts * expert.total,
         expert_whole=num_moe * moe.num_experts * expert.whole_vectors,
-        heads_and_hidden=blocks * attention.sharded + mlps,
+        heads_and_hidden=attention.sharded + mlps,
     )
 
 
@@ -105,10 +107,11 @@ class Owners(tuple[Owned, ...]):
 @functools.lru_cache(maxsize=256)
 def owned_parameters(model: ModelConfig) -> Owners:
     """Parameters of the embedding, each block, and the head with the last norms. A tied head is the embedding's."""
-    d, table, of_kind = model.hidden_size, model.hidden_size * model.vocab_size, owned_by_kind(model)
+    d, table = model.hidden_size, model.hidden_size * model.vocab_size
     own_head = 0 if model.tie_word_embeddings else table
     head = Owned(d * (1 + model.num_nextn_predict_layers) + own_head, end_matrices=own_head)
-    blocks = [of_kind[kind] for kind in model.block_kinds]
+    views = (view.is_delta for view in model.views)
+    blocks = [owned_by_kind(model, is_delta)[kind] for kind, is_delta in zip(model.block_kinds, views, strict=True)]
     blocks[model.num_layers :] = [with_mtp_input(each, model) for each in blocks[model.num_layers :]]
     return Owners((Owned(table, end_matrices=table), *blocks, head))
 
@@ -120,10 +123,10 @@ def with_mtp_input(block: Owned, model: ModelConfig) -> Owned:
 
 
 @functools.lru_cache(maxsize=256)
-def owned_by_kind(model: ModelConfig) -> dict[str, Owned]:
-    """Parameters of a block, by its kind, `dense` or `moe`."""
+def owned_by_kind(model: ModelConfig, is_delta: bool = False) -> dict[str, Owned]:
+    """Parameters of a block, by its kind, `dense` or `moe`; with attention or a delta net."""
     moe, d = model.moe, model.hidden_size
-    attention, expert = _attention(model), _mlp(model, moe.intermediate_size, moe.bias)
+    attention, expert = _attention(model, is_delta), _mlp(model, moe.intermediate_size, moe.bias)
     dense, shared = _mlp(model, model.intermediate_size), _mlp(model, moe.intermediate_size * moe.num_shared_experts)
     experts = moe.num_experts
     always, sharded = 2 * d + attention.whole_matrices + attention.whole_vectors, attention.sharded
@@ -142,13 +145,16 @@ def owned_by_kind(model: ModelConfig) -> dict[str, Owned]:
     }
 
 
-def attention_matrices(model: ModelConfig) -> int:
-    """Parameters in the projections of one block's attention."""
-    return _attention(model).matrices
+def attention_matrices(model: ModelConfig) -> float:
+    """Parameters in the projections of one block's attention, on average over the blocks."""
+    return mean_over_blocks(model, _attention(model).matrices, _attention(model, is_delta=True).matrices)
 
 
-def _attention(model: ModelConfig) -> _Count:
-    """Parameters of one block's attention."""
+def _attention(model: ModelConfig, is_delta: bool = False) -> _Count:
+    """Parameters of one block's attention, or of its delta net."""
+    if is_delta:
+        matrices, of_heads, whole = weights_of(model)
+        return _Count(matrices, of_heads, whole_vectors=whole)
     d, heads, latent = model.hidden_size, model.num_attention_heads, model.latent
     sinks = heads if model.attention.sinks else 0
     if latent.kv_lora_rank is not None:
@@ -165,7 +171,8 @@ def _attention(model: ModelConfig) -> _Count:
         sharded += queries + keys
     elif model.qk_norm:
         whole += 2 * model.head_width
-    return _Count(2 * d * (queries + keys), sharded, whole_vectors=whole)
+    gates = queries if model.attention.output_gate else 0
+    return _Count(d * (2 * queries + 2 * keys + gates), sharded, whole_vectors=whole)
 
 
 def gate_matrices(model: ModelConfig) -> int:
@@ -206,14 +213,16 @@ def train_flops_per_token(model: ModelConfig, seq_len: int) -> float:
     """Floating-point operations of one token's forward and backward pass, without recomputation and padding.
 
     There are 6 per matrix parameter that the token passes through. Causal attention covers the earlier tokens of its
-    window, seq_len/2 on average without one: forward 2·H·(K+V) for each of them in a block, backward twice that.
-    Multi-token prediction has a block of its own and uses the head once more.
+    window, seq_len/2 on average without one: forward 2·H·(K+V) for each of them in a block, backward twice that. A
+    delta net has 6·H·K·V forward for its H value heads, and backward twice that. Multi-token prediction has a block of
+    its own and uses the head once more.
     """
     again = model.hidden_size * model.vocab_size * model.num_nextn_predict_layers
-    visible = sum(_mean_visible(view.window, seq_len) for view in model.views)
+    visible = sum(_mean_visible(view.window, seq_len) for view in model.views if not view.is_delta)
     attention = 6 * model.num_attention_heads * (model.qk_width + model.v_width) * visible
+    deltas = 3 * needed_flops(model) * sum(view.is_delta for view in model.views)
     mixes = 6 * mixed_matrices(model) * model.block_kinds.count("moe")
-    return float(6 * (count_parameters(model).matrix_active + again) + attention + mixes)
+    return float(6 * (count_parameters(model).matrix_active + again) + attention + deltas + mixes)
 
 
 def _mean_visible(window: int | None, seq_len: int) -> float:

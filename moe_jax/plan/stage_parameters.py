@@ -55,16 +55,16 @@ def stage_sums(config: Config, mesh: Mapping[str, int]) -> list[Sum]:
 @functools.lru_cache(maxsize=64)
 def _stage_parameters(stages: Stages) -> StageParameters:
     model = stages.model
-    (embedding, *_, head), of_kind = owned_parameters(model), owned_by_kind(model)
+    embedding, *_, head = owned_parameters(model)
     blocks = [
-        (kind, rows * stages.chunks)
+        (owned_by_kind(model, view.is_delta)[kind], rows * stages.chunks)
         for segment, rows in zip(segments(model), stages.rows, strict=True)
-        for kind in segment.kinds
+        for kind, view in zip(segment.kinds, segment.views, strict=True)
     ]
-    of_kind |= {"mtp": with_mtp_input(of_kind[model.block_kinds[-1]], model)}
     if model.has_mtp:  # the highest segment
-        blocks[-1] = ("mtp", blocks[-1][1])
-    totals = ([count * number for number in of_kind[kind]] for kind, count in blocks)
+        highest, rows = blocks[-1]
+        blocks[-1] = with_mtp_input(highest, model), rows
+    totals = ([count * number for number in owned] for owned, count in blocks)
     return StageParameters(
         ends=Owned(embedding.whole + head.whole, end_matrices=embedding.end_matrices + head.end_matrices),
         blocks=Owned(*map(sum, zip(*totals, strict=True))),

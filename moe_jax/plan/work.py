@@ -6,6 +6,7 @@ from moe_jax.config import Config, ModelConfig
 from moe_jax.config.attention_kernels import ATTENTION_TILE, Kernel, kernel_of, splash_block, tile_of
 from moe_jax.config.loss_chunks import tokens_of_chunk
 from moe_jax.config.registry import HOOKS_FACTS
+from moe_jax.plan.delta_nets import computed_flops, mean_over_blocks
 from moe_jax.plan.resources import attention_matrices, gate_matrices, mixed_matrices
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -23,7 +24,7 @@ def work_of(config: Config, tokens: float, platform: str) -> dict[str, OpWork]:
     model, moe = config.model, config.model.moe
     matrices = 3 if model.is_gated else 2
     attention = 2 * tokens * attention_matrices(model)
-    scores = 2 * tokens * computed_keys(config, platform) * model.num_attention_heads * (model.qk_width + model.v_width)
+    scores = mean_over_blocks(model, attention_flops(config, tokens, platform), tokens * computed_flops(model))
     mixes = 2 * tokens * mixed_matrices(model)
     dense = 2 * tokens * matrices * model.hidden_size * model.intermediate_size
     shared = 2 * tokens * matrices * model.hidden_size * moe.intermediate_size * moe.num_shared_experts
@@ -36,6 +37,12 @@ def work_of(config: Config, tokens: float, platform: str) -> dict[str, OpWork]:
         "expert": OpWork(2 * busiest_rows(config, tokens) * matrices * model.hidden_size * moe.intermediate_size),
         "head": OpWork(2 * tokens * model.hidden_size * (model.vocab_size + mtp)),
     }
+
+
+def attention_flops(config: Config, tokens: float, platform: str) -> float:
+    """Operations of the products of queries, keys and values in one block with attention."""
+    model = config.model
+    return 2 * tokens * computed_keys(config, platform) * model.num_attention_heads * (model.qk_width + model.v_width)
 
 
 def computed_keys(config: Config, platform: str) -> float:
@@ -120,7 +127,8 @@ def gathered_widths(model: ModelConfig, kind: str) -> list[int]:
     has_mlp = kind == "dense" or moe.num_shared_experts > 0 or moe.dense_residual
     for_attention = model.hidden_size
     if latent.kv_lora_rank is not None:
-        for_attention = (latent.q_lora_rank or model.hidden_size) + latent.kv_lora_rank + latent.qk_rope_head_dim
+        latents = (latent.q_lora_rank or model.hidden_size) + latent.kv_lora_rank + latent.qk_rope_head_dim
+        for_attention = round(mean_over_blocks(model, latents, model.hidden_size))
     return [for_attention, *([model.hidden_size] if has_mlp else [])]
 
 

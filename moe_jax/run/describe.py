@@ -9,7 +9,7 @@ from moe_jax.config import Config
 from moe_jax.config.attention_kernels import unfused_reason
 from moe_jax.config.layer_layout import Stages
 from moe_jax.convert.hf_config import FILE
-from moe_jax.convert.source import MTP_LEFT_OUT, leaves_out_mtp
+from moe_jax.convert.source import mtp_left_out
 from moe_jax.distributed.processes import OLDER_EMITTERS
 from moe_jax.files.local_copy import local_path
 from moe_jax.measure.peak import matrix_flops_per_s
@@ -174,9 +174,10 @@ def _initial(run: Run) -> dict[str, str]:
     """A note on what the model of `train.init_from` has, and the run's does not."""
     start = run.config.train.init_from
     folder = None if start is None or run.first_step else local_path(start)
-    if folder is None or not (folder / FILE).exists() or not leaves_out_mtp(folder, run.config.model):
+    if folder is None or not (folder / FILE).exists():
         return {}
-    return {"train.init_from": MTP_LEFT_OUT}
+    message = mtp_left_out(folder, run.config.model)
+    return {} if message is None else {"train.init_from": message}
 
 
 def _memory(memory: StepMemory) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_jax.config import Config, DataConfig, ModelConfig, RopeScalingConfig, TrainConfig
+from moe_jax.config import Config, DataConfig, DeltaNetConfig, ModelConfig, RopeScalingConfig, TrainConfig
 from moe_jax.convert.families import FAMILIES
 from moe_jax.convert.hf_config import HfConfig
 from moe_jax.convert.source import ORIGIN, longest_sequence, model_in
@@ -34,6 +34,7 @@ DEFAULTS = {
     "mistral": (1e4, 8, 131_072),
     "granitemoe": (1e4, HEADS, 2048),
     "ernie4_5_moe": (5e5, 4, 131_072),
+    "qwen3_next": (1e4, 2, 32_768),
 }
 
 
@@ -83,6 +84,22 @@ def test_deepseek_v3_has_groups_and_latents_by_default():
     assert (moe.n_group, moe.topk_group, moe.first_k_dense_replace, moe.num_shared_experts) == (8, 4, 3, 1)
     assert model.latent.q_lora_rank == 1536
     assert without("deepseek_v3", q_lora_rank=None).latent.q_lora_rank is None
+
+
+def test_qwen3_next_has_delta_nets_in_three_of_four_blocks_by_default():
+    names = [f"linear_{name}" for name in ("num_value_heads", "num_key_heads", "key_head_dim", "value_head_dim")]
+    model = without("qwen3_next", *names, "linear_conv_kernel_dim", "layer_types", "rope_parameters", "norm_topk_prob")
+    assert model.delta_net == DeltaNetConfig(num_value_heads=32, num_key_heads=16)
+    assert [view.is_delta for view in model.views] == [True, True, True, False]
+    assert (model.partial_rotary_factor, model.moe.norm_topk_prob) == (0.25, True)
+    two = without("qwen3_next", "layer_types", full_attention_interval=2)
+    assert [view.is_delta for view in two.views] == [True, False, True, False]
+    only = [
+        without("qwen3_next", layer_types=["full_attention"] * 4),
+        without("qwen3_next", "layer_types", full_attention_interval=1),
+    ]
+    assert not any(model.has_delta_nets for model in only)
+    assert without("qwen3_next", layer_types=["linear_attention"] * 4).delta_net.full_attention_interval is None
 
 
 def test_exports_have_the_length_of_the_import_or_of_the_training(tmp_path: Path):

@@ -13,6 +13,11 @@ _AS_BLOCKS = (
     "moe_layer_end_index=0 is not supported: dense blocks must be the lowest ones, and above them all but every n-th"
 )
 _AS_LISTED = "mlp_layer_types is not supported: the lowest must be dense, the others sparse"
+_AS_TYPES = (
+    "layer_types is not supported: of num_hidden_layers=4 every n-th must be 'full_attention', the others "
+    "'linear_attention'"
+)
+_AS_SHARED = "shared_expert_intermediate_size=0 is not supported: it must be a multiple of moe_intermediate_size=12"
 _WINDOWS = ["full_attention", "sliding_attention"]
 REFUSED = [
     ("glm4_moe", "scoring_func", "softmax", 'scoring_func="softmax" is not supported: it must be "sigmoid"'),
@@ -34,6 +39,10 @@ REFUSED = [
     ("glm4_moe_lite", "mlp_layer_types", ["sparse", "dense"], _AS_LISTED),
     ("hunyuan_v1_moe", "moe_topk", [2, 3], "moe_topk is not supported: it must be the same in all blocks"),
     ("hunyuan_v1_moe", "use_cla", True, "use_cla=true is not supported: it must be false"),
+    ("qwen3_next", "attention_bias", True, "attention_bias=true is not supported: it must be false"),
+    ("qwen3_next", "layer_types", [["full_attention"]], _AS_TYPES),
+    ("qwen3_next", "layer_types", ["full_attention", *["linear_attention"] * 3], _AS_TYPES),
+    ("qwen3_next", "shared_expert_intermediate_size", 0, _AS_SHARED),
     ("ernie4_5_moe", "partial_rotary_factor", 0.5, "partial_rotary_factor=0.5 is not supported: it must be 1.0"),
 ]
 

@@ -59,6 +59,15 @@ BIASED_ROUTER = {
     "topk_group": 1,
     "routed_scaling_factor": 1.5,
 }
+NEXT = {
+    **SHARED,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 12,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "rms_norm_eps": 1e-4,  # with 1e-6 and larger matrices, logits in float32 are 3e-5 and more from those in float64
+}
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": (
@@ -202,6 +211,36 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0},
         },
     ),
+    "qwen3_next": (
+        "Qwen3Next",
+        NEXT
+        | {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 16,
+        },
+    ),
+    "qwen3_next_2": (  # another size, with a dense block, as many key heads as value heads, and longer sequences
+        "Qwen3Next",
+        NEXT
+        | {
+            "num_hidden_layers": 3,
+            "head_dim": 8,
+            "full_attention_interval": 2,
+            "linear_num_value_heads": 3,
+            "linear_num_key_heads": 3,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 8,
+            "linear_conv_kernel_dim": 3,
+            "mlp_only_layers": [0],
+            "norm_topk_prob": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+            "tie_word_embeddings": True,
+        },
+    ),
     "qwen2": ("Qwen2", SHARED | {"intermediate_size": 40, "rope_parameters": {"rope_theta": 1e6}}),
     "mistral": ("Mistral", SHARED | {"intermediate_size": 40, "head_dim": 12, "sliding_window": 5}),
     "ernie4_5_moe": (
@@ -232,16 +271,20 @@ def make(family: str, out: Path, others: dict[str, Any]) -> None:
             if "inv_freq" in name:
                 continue
             if name.endswith("norm.weight"):
-                leaf.copy_(1 + 0.2 * torch.randn(leaf.shape))
+                is_difference = prefix == "Qwen3Next" and "linear_attn" not in name  # from 1
+                leaf.copy_((not is_difference) + 0.2 * torch.randn(leaf.shape))
             else:
-                leaf.copy_((0.5 if leaf.ndim == 1 else 1.2 * SHARED["hidden_size"] ** -0.5) * torch.randn(leaf.shape))
+                matrix_std = (0.7 if prefix == "Qwen3Next" else 1.2) * SHARED["hidden_size"] ** -0.5
+                leaf.copy_((0.5 if leaf.ndim == 1 else matrix_std) * torch.randn(leaf.shape))
+            if "conv1d" in name:
+                leaf.mul_(8)  # norms of small features enlarge round-off
             if "e_score_correction_bias" in name:
                 leaf.copy_(0.3 * torch.rand(leaf.shape))
             if family == "gpt_oss" and "gate_up_proj" in name:
                 leaf.mul_(4)  # so that some are clipped
             if family == "mixtral":
                 leaf.copy_(leaf.bfloat16())
-        tokens = torch.randint(0, settings["vocab_size"], (2, 24))
+        tokens = torch.randint(0, settings["vocab_size"], (2, 80 if family == "qwen3_next_2" else 24))
         logits = model(tokens).logits
     folder = out / family
     sizes = {"max_shard_size": "40KB"} if family == "mixtral" else {}

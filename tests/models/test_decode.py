@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from moe_jax.config import AttentionConfig, LatentConfig, MeshConfig, ModelConfig, MoEConfig, RopeScalingConfig
+from moe_jax.config import (
+    AttentionConfig,
+    DeltaNetConfig,
+    LatentConfig,
+    MeshConfig,
+    ModelConfig,
+    MoEConfig,
+    RopeScalingConfig,
+)
 from moe_jax.models import decode
 from moe_jax.models.head import unembed
 from moe_jax.models.sampling import Sampling
@@ -80,6 +88,16 @@ MODELS = {
     "multipliers": dataclasses.replace(
         MODEL, embedding_multiplier=3.0, residual_multiplier=0.5, attention_multiplier=0.3, logits_scaling=1.5
     ),
+    "delta nets": dataclasses.replace(
+        MODEL,
+        num_layers=5,
+        delta_net=DeltaNetConfig(
+            num_value_heads=4, num_key_heads=2, key_head_dim=6, value_head_dim=5, full_attention_interval=2
+        ),
+        attention=AttentionConfig(output_gate=True),
+        rms_norm_zero_centered=True,
+        moe=dataclasses.replace(MODEL.moe, shared_gate=True),
+    ),
     "latents": dataclasses.replace(
         LATENT,
         rope_scaling=RopeScalingConfig(
@@ -137,7 +155,7 @@ def test_sampling_is_a_function_of_the_key_and_ignores_capacity():
     assert len({tuple(text) for text in texts[0].tolist()}) == 8
 
 
-@pytest.mark.parametrize("name", ["grouped", "latents-sinks-window"])
+@pytest.mark.parametrize("name", ["grouped", "latents-sinks-window", "delta nets"])
 def test_no_logit_sees_a_later_token(name):
     """Causality, with experts: dropless, since later tokens never take an earlier token's slot."""
     model = MODELS[name]

@@ -13,7 +13,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.extend.core import jaxprs_in_params
 
-from moe_jax.config import Config, LatentConfig, MeshConfig, OptimizerConfig
+from moe_jax.config import AttentionConfig, Config, DeltaNetConfig, LatentConfig, MeshConfig, OptimizerConfig
 from moe_jax.config.registry import OPTIMIZER_FACTS
 from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import ConfigError
@@ -82,6 +82,12 @@ _LATENT = {
     "head_dim": None,
     "latent": LatentConfig(kv_lora_rank=36, q_lora_rank=52, qk_nope_head_dim=22, qk_rope_head_dim=10, v_head_dim=18),
 }
+_DELTA = {
+    "attention": AttentionConfig(output_gate=True),
+    "delta_net": DeltaNetConfig(
+        num_value_heads=4, num_key_heads=2, key_head_dim=22, value_head_dim=18, full_attention_interval=2
+    ),
+}
 CASES: dict[str, dict[str, Any]] = {
     "plain": _MIXED,
     "plain dots": _MIXED | {"schedule": {"remat": "dots"}},
@@ -109,6 +115,14 @@ CASES: dict[str, dict[str, Any]] = {
     "latents ring": {"model": _LATENT, "mesh": (1, 4, 1, 2)},
     "latents gathered": {"model": _LATENT, "mesh": (1, 4, 1, 2), "exchange": {"context_form": "all_gather"}},
     "least latents": {"model": _LATENT, "schedule": SCHEDULED},
+    "output gate": {"model": {"attention": _DELTA["attention"]}},
+    "output gate dots": {"model": {"attention": _DELTA["attention"]}, "schedule": {"remat": "dots"}},
+    "least output gate": {"model": {"attention": _DELTA["attention"]}, "schedule": SCHEDULED},
+    "delta nets": {"model": _DELTA},
+    "delta nets dots": {"model": _DELTA, "schedule": {"remat": "dots"}},
+    "delta nets full": {"model": _DELTA, "schedule": {"remat": "full"}},
+    "delta nets scheduled": {"model": _DELTA | {"num_layers": 8}, "mesh": (2, 2, 2), "schedule": SCHEDULED},
+    "least delta nets": {"model": _DELTA | {"num_layers": 8}, "schedule": SCHEDULED},
     "flash": {"model": {"head_dim": 40}},
     "flash scheduled": {"model": {"head_dim": 40}, "schedule": SCHEDULED},
     "tiled": {},

@@ -4,7 +4,16 @@ import dataclasses
 
 import pytest
 
-from moe_jax.config import Config, LatentConfig, MeshConfig, ModelConfig, MoEConfig, OptimizerConfig
+from moe_jax.config import (
+    AttentionConfig,
+    Config,
+    DeltaNetConfig,
+    LatentConfig,
+    MeshConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimizerConfig,
+)
 from moe_jax.plan.clusters import find_cluster
 from moe_jax.plan.collective_costs import CollectiveCosts, DeviceGroup
 from moe_jax.plan.estimate import update_seconds
@@ -20,6 +29,12 @@ LATENT = LatentConfig(kv_lora_rank=36, q_lora_rank=52, qk_nope_head_dim=22, qk_r
 MODELS = {
     "grouped": ModelConfig(hidden_size=48, num_attention_heads=4, num_key_value_heads=2, moe=MoEConfig(bias=True)),
     "gelu": ModelConfig(hidden_size=48, activation="gelu", moe=MoEConfig(num_shared_experts=2, shared_gate=True)),
+    "delta nets": ModelConfig(
+        hidden_size=48,
+        num_attention_heads=4,
+        attention=AttentionConfig(output_gate=True),
+        delta_net=DeltaNetConfig(num_value_heads=4, num_key_heads=2, key_head_dim=14, value_head_dim=10),
+    ),
     "latents": ModelConfig(hidden_size=48, num_attention_heads=4, latent=LATENT, moe=MoEConfig(dense_residual=True)),
 }
 MUON = OptimizerConfig(name="muon")
@@ -27,13 +42,14 @@ MUON = OptimizerConfig(name="muon")
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_matrices_have_all_parameters_of_matrices(model: ModelConfig, kind: str) -> None:
+@pytest.mark.parametrize("is_delta", [False, True])
+def test_matrices_have_all_parameters_of_matrices(model: ModelConfig, kind: str, is_delta: bool) -> None:
     found = dict.fromkeys(("whole", "heads_and_hidden", "expert"), 0)
-    for each, arrays in hidden_matrices(model, kind).items():
+    for each, arrays in hidden_matrices(model, kind, is_delta).items():
         found[each.owner] += (
             arrays * each.rows * each.columns * (model.moe.num_experts if each.owner == "expert" else 1)
         )
-    expected = owned_by_kind(model)[kind].hidden_matrices
+    expected = owned_by_kind(model, is_delta)[kind].hidden_matrices
     assert found == {name: getattr(expected, name) for name in found}
 
 

@@ -5,7 +5,7 @@ import math
 import jax
 import pytest
 
-from moe_jax.config import AttentionConfig, LatentConfig, MeshConfig, ModelConfig, MoEConfig
+from moe_jax.config import AttentionConfig, DeltaNetConfig, LatentConfig, MeshConfig, ModelConfig, MoEConfig
 from moe_jax.config.registry import GATE_FACTS
 from moe_jax.models.parameters import param_shapes
 from moe_jax.parallel.mesh import make_mesh
@@ -38,6 +38,14 @@ MODELS = [
     *(ModelConfig(moe=MoEConfig(gate=gate, bias=True)) for gate in ("gpt_oss", "xmoe", "softmoe", "hash")),
     ModelConfig(moe=MoEConfig(gate="xmoe", router_rank=5)),
     ModelConfig(moe=MoEConfig(gate="softmoe", slots_per_expert=3)),
+    ModelConfig(
+        num_layers=7,
+        rms_norm_zero_centered=True,
+        attention=AttentionConfig(output_gate=True),
+        delta_net=DeltaNetConfig(num_value_heads=6, num_key_heads=2, key_head_dim=12, value_head_dim=10),
+        moe=MoEConfig(moe_layer_freq=2, num_shared_experts=1, shared_gate=True),
+    ),
+    ModelConfig(num_nextn_predict_layers=1, delta_net=DeltaNetConfig(num_value_heads=2, full_attention_interval=None)),
     ModelConfig(num_nextn_predict_layers=1, moe=MoEConfig(moe_layer_freq=2, num_shared_experts=1)),
     ModelConfig(num_nextn_predict_layers=1, tie_word_embeddings=True, moe=MoEConfig(num_experts=0)),
 ]
@@ -62,6 +70,7 @@ LATENTS = {"num_key_value_heads": None, "latent": LatentConfig(kv_lora_rank=8, q
         (2, 2, 2, False, ALL_BIASES),
         (1, 2, 2, False, LATENTS | {"num_nextn_predict_layers": 1}),
         (2, 2, 2, True, ALL_BIASES),
+        (2, 2, 2, False, {"delta_net": DeltaNetConfig(num_value_heads=4, num_key_heads=2, full_attention_interval=2)}),
     ],
 )
 def test_parameters_of_a_device_are_those_of_the_real_one(data, expert, tensor, whole, model):

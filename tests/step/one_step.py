@@ -125,8 +125,10 @@ def some_params(model: ModelConfig) -> Any:
 
     def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
         numbers = rng.standard_normal(leaf.shape, np.float32)
-        if "norm" in jax.tree_util.keystr(path[-1:]) or "temperature" in jax.tree_util.keystr(path):
-            return 1 + 0.1 * numbers
+        name = jax.tree_util.keystr(path[-1:])
+        if "norm" in name or "temperature" in jax.tree_util.keystr(path):
+            is_difference = model.rms_norm_zero_centered and "norm" in name and "value_norm" not in name  # from 1
+            return (not is_difference) + 0.1 * numbers
         return numbers * np.float32(0.25)
 
     return jax.tree.map_with_path(draw, param_shapes(model))

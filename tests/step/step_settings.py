@@ -84,6 +84,10 @@ FACTORS: dict[str, dict[str, str]] = {
         "sinks": "model.attention.sinks=true model.attention.sliding_window=3 model.attention.full_every=2 "
         "model.attention.bias=true",
         "normed": "model.qk_norm=true model.attention.nope_every=2 model.partial_rotary_factor=0.5",
+        # the second and the last of four blocks have attention; for the epsilon see test_attention.py
+        "delta_nets": "model.delta_net.num_value_heads=4 model.delta_net.num_key_heads=2 "
+        "model.delta_net.key_head_dim=4 model.delta_net.value_head_dim=3 model.delta_net.full_attention_interval=2 "
+        "model.attention.output_gate=true model.rms_norm_zero_centered=true model.rms_norm_eps=0.01",
     },
     "zero": {
         "zero0": "",
@@ -161,6 +165,7 @@ REFUSED: Pairs = [
     {"experts": ("moved", "copied"), "mesh": ONE_RANK},
     {"experts": "copied", "zero": but("zero", "zero0")},
     {"experts": "copied", "room": ("slots", "few")},
+    {"attention": "delta_nets", "mesh": ("c2e2", "c2e2_shared", "c2t2")},
 ]
 # pairs of which one setting changes nothing
 IDLE: Pairs = [

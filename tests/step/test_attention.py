@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from moe_jax.config import AttentionConfig, LatentConfig, RopeScalingConfig
+from moe_jax.config import AttentionConfig, DeltaNetConfig, LatentConfig, RopeScalingConfig
 from tests.small import small_config
 from tests.step.gradients import assert_equals_reference
 from tests.step.test_tensor_axis import SCHEDULES
@@ -36,6 +36,19 @@ FORMS: dict[str, dict] = {
             truncate=False,
         ),
     },
+    "delta-nets": {
+        "num_layers": 5,
+        "delta_net": DeltaNetConfig(
+            num_value_heads=4, num_key_heads=2, key_head_dim=6, value_head_dim=5, full_attention_interval=2
+        ),
+        "attention": AttentionConfig(output_gate=True),
+        "rms_norm_zero_centered": True,
+        # at 1e-6 the reference's own gradients are off by more than the bound: a first token's output is a multiple of
+        # its value, and its norm hides by how much
+        "rms_norm_eps": 1e-2,
+        "qk_norm": True,
+        "partial_rotary_factor": 0.5,
+    },
     "sinks-and-biases": {
         "attention": AttentionConfig(bias=True, sinks=True, sliding_window=5, out_bias=False),
         "activation": "clipped_swiglu",
@@ -55,6 +68,8 @@ MOE: dict[str, dict] = {"sinks-and-biases": {"bias": True, "num_shared_experts":
         ("latents-sinks-window", "unified"),
         ("windows-and-no-rope-and-norm-over-projections", None),
         ("scaled-rotary-latents", None),
+        ("delta-nets", None),
+        ("delta-nets", "unified"),
         ("sinks-and-biases", "unified"),
     ],
 )

@@ -14,6 +14,7 @@ from moe_jax.config.sections.hashing import HashedOnce
 from moe_jax.config.sections.model import (
     AttentionConfig,
     AttentionView,
+    DeltaNetConfig,
     LatentConfig,
     ModelConfig,
     MoEConfig,
@@ -33,6 +34,7 @@ __all__ = [
     "CheckpointConfig",
     "DataConfig",
     "DataSource",
+    "DeltaNetConfig",
     "ExchangeConfig",
     "HashedOnce",
     "LatentConfig",

@@ -1,4 +1,4 @@
-"""The sections of the model: `model` with `moe`, `attention`, `latent` and `rope_scaling`."""
+"""The sections of the model: `model` with `moe`, `attention`, `latent`, `delta_net` and `rope_scaling`."""
 
 import functools
 from dataclasses import dataclass, field
@@ -114,12 +114,51 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeltaNetConfig:
+    """Gated delta nets (Yang et al. 2024, "Gated Delta Networks") instead of attention, as in Qwen3-Next.
+
+    Each value head has a matrix that maps keys to values, its state. A token decays it, and corrects the value of its
+    own key. State and time of a token do not depend on the length of the sequence.
+    """
+
+    # heads of values, each with a state; null: no block has a delta net
+    num_value_heads: int | None = number(None, Range(1, 2**14))
+    # heads of queries and keys, each of as many value heads; null: as many as value heads
+    num_key_heads: int | None = number(None, Range(1, 2**14))
+    key_head_dim: int = number(128, Range(1, 2**16))  # features of a head's query or key
+    value_head_dim: int = number(128, Range(1, 2**16))  # features of a head's value
+    # tokens, the own one included, over which each feature of queries, keys and values is convolved
+    conv_kernel_dim: int = number(4, Range(1, 2**10))
+    full_attention_interval: int | None = number(4, Range(2, ANY))  # every n-th block has attention; null: none
+
+    @property
+    def key_heads(self) -> int:
+        return self.num_key_heads or self.num_value_heads or 0
+
+    @property
+    def group(self) -> int:
+        """The value heads of each key head."""
+        return (self.num_value_heads or 0) // max(self.key_heads, 1)
+
+    @property
+    def key_width(self) -> int:
+        """The features of all heads' queries, or keys."""
+        return self.key_heads * self.key_head_dim
+
+    @property
+    def value_width(self) -> int:
+        """The features of all heads' values."""
+        return (self.num_value_heads or 0) * self.value_head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """The mask, biases and sinks of attention."""
+    """The mask, biases, sinks and output gate of attention."""
 
     bias: bool = False  # bias vectors after the projections
     out_bias: bool = True  # with bias=true, also after the output projection (not in Qwen2-MoE)
     sinks: bool = False  # a learned logit of each head that has no value (gpt-oss)
+    output_gate: bool = False  # multiply each head's output by a sigmoid of the token's features (Qwen3-Next)
     # tokens that a token attends to, itself included; null: all before it
     sliding_window: int | None = number(None, Range(1, ANY))
     full_every: int | None = number(None, Range(1, ANY))  # every n-th block has no window
@@ -147,10 +186,11 @@ class RopeScalingConfig:
 
 
 class AttentionView(NamedTuple):
-    """The mask and position encoding of one block's attention."""
+    """The mask and position encoding of one block's attention, or that it has a gated delta net instead."""
 
     window: int | None  # tokens that a token attends to, itself included; None: all before it
     rope: bool  # whether queries and keys are rotated
+    is_delta: bool = False  # whether the block has a gated delta net instead, which has neither
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +219,8 @@ class ModelConfig(HashedOnce):
     partial_rotary_factor: float = number(1.0, Range(0, 1, above=True))
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
     rms_norm_eps: float = number(1e-6, Range(0, 1, above=True))
+    # weights of RMSNorms are differences from 1, but for those inside delta nets (Qwen3-Next)
+    rms_norm_zero_centered: bool = False
     # factors of Granite: on the rows of the embedding,
     embedding_multiplier: float = number(1.0, Range(0, LARGE, above=True))
     # on what attention, MLPs and experts add to the residual stream,
@@ -188,6 +230,7 @@ class ModelConfig(HashedOnce):
     logits_scaling: float = number(1.0, Range(0, LARGE, above=True))  # the head's logits are divided by this
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     latent: LatentConfig = field(default_factory=LatentConfig)
+    delta_net: DeltaNetConfig = field(default_factory=DeltaNetConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
 
     __hash__ = HashedOnce.__hash__
@@ -208,6 +251,11 @@ class ModelConfig(HashedOnce):
     @property
     def has_latents(self) -> bool:
         return self.latent.kv_lora_rank is not None
+
+    @property
+    def has_delta_nets(self) -> bool:
+        """Whether blocks have a gated delta net instead of attention, all or some of them."""
+        return self.delta_net.num_value_heads is not None
 
     @property
     def qk_width(self) -> int:
@@ -245,13 +293,15 @@ class ModelConfig(HashedOnce):
         def is_nth(block: int, every: int | None) -> bool:
             return every is not None and (block + 1) % every == 0
 
-        views = tuple(
-            AttentionView(
-                window=None if is_nth(i, attention.full_every) else attention.sliding_window,
-                rope=not is_nth(i, attention.nope_every),
+        def view(block: int) -> AttentionView:
+            if self.has_delta_nets and not is_nth(block, self.delta_net.full_attention_interval):
+                return AttentionView(window=None, rope=False, is_delta=True)
+            return AttentionView(
+                window=None if is_nth(block, attention.full_every) else attention.sliding_window,
+                rope=not is_nth(block, attention.nope_every),
             )
-            for i in range(self.num_layers)
-        )
+
+        views = tuple(view(block) for block in range(self.num_layers))
         return views + views[-1:] * self.num_nextn_predict_layers
 
     @functools.cached_property

@@ -35,6 +35,9 @@ def check_tensor_split(config: Sections, ranks: int) -> None:
     divided = {"model.num_attention_heads": model.num_attention_heads, "data.seq_len": config.data.seq_len}
     if model.num_key_value_heads is not None:
         divided["model.num_key_value_heads"] = model.num_key_value_heads
+    if model.has_delta_nets:
+        name = "num_value_heads" if model.delta_net.num_key_heads is None else "num_key_heads"
+        divided[f"model.delta_net.{name}"] = model.delta_net.key_heads
     if "dense" in model.block_kinds or model.moe.dense_residual:
         divided["model.intermediate_size"] = model.intermediate_size
     if model.moe.num_experts and (model.moe.num_shared_experts or not config.mesh.experts_over_tensor):
@@ -56,6 +59,12 @@ def check_context_split(config: Sections, ranks: int, tensor_ranks: int) -> None
     """Raise ConfigError unless a sequence divides into two pieces for each context rank, and each over tensor ranks."""
     if ranks == 1:
         return
+    if config.model.has_delta_nets:
+        raise ConfigError(
+            f"model.delta_net.num_value_heads={config.model.delta_net.num_value_heads} and mesh.context={ranks}: the "
+            "states of gated delta nets do not travel between context ranks: use mesh.context=1, or "
+            "model.delta_net.num_value_heads=null"
+        )
     length, unit = config.data.seq_len, ranks * math.lcm(2, tensor_ranks)
     if length % unit:
         tensor = f" × mesh.tensor={tensor_ranks}" if tensor_ranks > 1 else ""

@@ -12,11 +12,12 @@ from moe_jax.errors import ConfigError, all_of, divisors_text
 
 @functools.lru_cache(maxsize=64)
 def check_model(model: ModelConfig) -> None:
-    """Raise ConfigError for invalid heads, latents, windows, rotary scaling or experts."""
+    """Raise ConfigError for invalid heads, latents, delta nets, windows, rotary scaling or experts."""
     if model.has_latents:
         _check_latents(model)
     else:
         _check_heads(model)
+    _check_delta_nets(model)
     _check_views(model)
     _check_rope(model)
     _check_experts(model)
@@ -69,12 +70,32 @@ def _check_latents(model: ModelConfig) -> None:
         ("partial_rotary_factor", model.partial_rotary_factor, 1.0),
         ("qk_norm", model.qk_norm, False),
         ("attention.bias", model.attention.bias, False),
+        ("attention.output_gate", model.attention.output_gate, False),
     ):
         if value != unset:
             cure = "null" if unset is None else str(unset).lower()
             raise ConfigError(
                 f"model.{name}={value} is not for latent attention ({rank}): set model.{name}={cure}, "
                 "or model.latent.kv_lora_rank=null"
+            )
+
+
+def _check_delta_nets(model: ModelConfig) -> None:
+    delta, name = model.delta_net, "model.delta_net"
+    if model.has_delta_nets:
+        heads = delta.num_value_heads or 0
+        if heads % delta.key_heads:
+            raise ConfigError(
+                f"{name}.num_key_heads={delta.num_key_heads} does not divide {name}.num_value_heads={heads}: "
+                f"use {divisors_text(heads)}"
+            )
+        return
+    for field in dataclasses.fields(delta):
+        if (value := getattr(delta, field.name)) != field.default:
+            cure = "null" if field.default is None else field.default
+            raise ConfigError(
+                f"{name}.{field.name}={'null' if value is None else value} without {name}.num_value_heads: set both, "
+                f"or {name}.{field.name}={cure}"
             )
 
 

@@ -1,4 +1,4 @@
-"""Causal attention, with one file for each kind of keys and values: grouped-query and multi-head latent attention.
+"""Causal attention, with one file for each kind: grouped-query and multi-head latent attention, and gated delta nets.
 
 B sequences of L tokens, of which N are of this context rank; D model width, H query heads, V width of a head's value.
 Each of t tensor ranks has n = N/t tokens of a sequence, and computes H/t of the heads. S tokens in a cache.
@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import AttentionView, ModelConfig
-from moe_jax.models.attention import grouped, latent
+from moe_jax.models.attention import delta_net, grouped, latent
 from moe_jax.models.attention.core import AttentionImpl
-from moe_jax.models.layers import rms_norm, scaled
+from moe_jax.models.layers import norm, scaled
 from moe_jax.parallel.sequence_shards import tp_reduce_scatter
 
 
@@ -24,17 +24,20 @@ class AttentionKind(NamedTuple):
     # params, normed tokens [B, n, D], model, view, impl, documents [B, L] or None → output of each head [B, N, H, V]
     heads: Callable[..., jax.Array]
     first_cache: Callable[..., Any]  # model, batch, length, dtype → an empty cache
-    # params, further normed tokens [B, N, D], cache, positions of the first ones [B], model, view → outputs for them
-    # [B, N, H, V], and the updated cache
+    # params, further normed tokens [B, N, D], cache, positions of the first ones [B], how many of them later tokens see
+    # [B], model, view → outputs for them [B, N, H, V], and the updated cache
     cached_heads: Callable[..., tuple[jax.Array, Any]]
 
 
 _GROUPED = AttentionKind(grouped.heads, grouped.first_cache, grouped.cached_heads)
 _LATENT = AttentionKind(latent.heads, latent.first_cache, latent.cached_heads)
+_DELTA = AttentionKind(delta_net.heads, delta_net.first_cache, delta_net.cached_heads)
 
 
-def kind_of(model: ModelConfig) -> AttentionKind:
-    """Return the kind of attention that a model has."""
+def kind_of(model: ModelConfig, view: AttentionView) -> AttentionKind:
+    """Return the kind of attention that a block of a model has."""
+    if view.is_delta:
+        return _DELTA
     return _LATENT if model.has_latents else _GROUPED
 
 
@@ -54,8 +57,8 @@ def attend(
     beginning of a sequence: attention depends only on differences of positions, so counting from the beginning of each
     document would change nothing but rounding.
     """
-    h_BnD = rms_norm(x_BnD, params["norm"], model.rms_norm_eps)
-    out_BNHV = kind_of(model).heads(params, h_BnD, model, view, impl, document_BL)
+    h_BnD = norm(x_BnD, params["norm"], model)
+    out_BNHV = kind_of(model, view).heads(params, h_BnD, model, view, impl, document_BL)
     y_BnD = tp_reduce_scatter(_project_output(params, out_BNHV), 1)
     return _residual(params, y_BnD, model)
 
@@ -65,15 +68,17 @@ def attend_cached(
     x_BND: Float[Array, "B N D"],
     cache: Any,
     position_B: Int[Array, " B"],
+    count_B: Int[Array, " B"],
     model: ModelConfig,
     view: AttentionView,
 ) -> tuple[Float[Array, "B N D"], Any]:
     """Return the same for N further tokens of each sequence, and the updated cache. Runs on one tensor rank.
 
-    The first of them are at `position_B`, and see the cached tokens before them.
+    The first of them are at `position_B`, and see the cached tokens before them. Later tokens of a sequence see the
+    first `count_B` of them; others fill up a batch.
     """
-    h_BND = rms_norm(x_BND, params["norm"], model.rms_norm_eps)
-    out_BNHV, cache = kind_of(model).cached_heads(params, h_BND, cache, position_B, model, view)
+    h_BND = norm(x_BND, params["norm"], model)
+    out_BNHV, cache = kind_of(model, view).cached_heads(params, h_BND, cache, position_B, count_B, model, view)
     return _residual(params, _project_output(params, out_BNHV), model), cache
 
 

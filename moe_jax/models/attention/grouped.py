@@ -15,7 +15,7 @@ from moe_jax.config import AttentionView, ModelConfig
 from moe_jax.models.attention.core import AttentionImpl, masked_attention, update_slots, visible_slots
 from moe_jax.models.attention.kernels import KERNELS
 from moe_jax.models.attention.over_context import FORMS
-from moe_jax.models.layers import rms_norm
+from moe_jax.models.layers import norm, norm_weight
 from moe_jax.models.rope import logit_scale, rotate
 from moe_jax.parallel.context import context_ranks, own_positions
 from moe_jax.parallel.sequence_shards import tp_all_gather
@@ -42,8 +42,10 @@ def heads(
         scale = logit_scale(model)
         if context_ranks() > 1:
             form = FORMS[impl.context_form]
-            return form(query, (key, value), (), params.get("sink"), document_BL, None, view.window, scale)
-        return KERNELS[impl.kernel](query, key, value, view.window, scale, params.get("sink"), document_BL)
+            out = form(query, (key, value), (), params.get("sink"), document_BL, None, view.window, scale)
+        else:
+            out = KERNELS[impl.kernel](query, key, value, view.window, scale, params.get("sink"), document_BL)
+    return _gated(params, h_BND, out)
 
 
 def first_cache(model: ModelConfig, batch: int, length: int, dtype: Any) -> Cache:
@@ -57,18 +59,31 @@ def cached_heads(
     h_BND: Float[Array, "B N D"],
     cache: Cache,
     position_B: Int[Array, " B"],
+    count_B: Int[Array, " B"],
     model: ModelConfig,
     view: AttentionView,
 ) -> tuple[Float[Array, "B N H K"], Cache]:
-    """Return the output of each head for N further tokens, the first at `position_B`, and the updated cache."""
+    """Return the output of each head for N further tokens, the first at `position_B`, and the updated cache.
+
+    The slots of tokens that do not count are filled again before a later token sees them.
+    """
     position_BN = position_B[:, None] + jnp.arange(h_BND.shape[1])
     query, *new = _project(params, h_BND, position_BN, model, view)
     keys, values = (update_slots(old, each, position_B) for old, each in zip(cache, new, strict=True))
     mask_BNS = visible_slots(position_BN, keys.shape[1], view.window)
     scale = logit_scale(model)
     if "sink" in params:
-        return masked_attention(query, keys, values, mask_BNS, scale, params["sink"]), (keys, values)
-    return jax.nn.dot_product_attention(query, keys, values, mask=mask_BNS[:, None], scale=scale), (keys, values)
+        out = masked_attention(query, keys, values, mask_BNS, scale, params["sink"])
+    else:
+        out = jax.nn.dot_product_attention(query, keys, values, mask=mask_BNS[:, None], scale=scale)
+    return _gated(params, h_BND, out), (keys, values)
+
+
+def _gated(params: Any, h_BND: Float[Array, "B N D"], out_BNHK: Float[Array, "B N H K"]) -> Float[Array, "B N H K"]:
+    """Return the outputs of the heads, times a sigmoid of the tokens' features if there is an output gate."""
+    if "gate" not in params:
+        return out_BNHK
+    return out_BNHK * jax.nn.sigmoid(jnp.einsum("bnd,dhk->bnhk", h_BND, params["gate"].astype(h_BND.dtype)))
 
 
 def _project(
@@ -76,7 +91,7 @@ def _project(
 ) -> tuple[Float[Array, "B N H K"], Float[Array, "B N G K"], Float[Array, "B N G K"]]:
     """Return normed and rotated queries and keys, and values."""
 
-    def norm(query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def normed(query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         return _NORMS[model.qk_norm_over](query, key, params, model)
 
     def projection(name: str) -> jax.Array:
@@ -85,11 +100,11 @@ def _project(
 
     query, key, value = map(projection, ("query", "key", "value"))
     if model.qk_norm and not model.qk_norm_after_rope:
-        query, key = norm(query, key)
+        query, key = normed(query, key)
     if view.rope:
         query, key = (_rotate(x, position_BN, model) for x in (query, key))
     if model.qk_norm and model.qk_norm_after_rope:
-        query, key = norm(query, key)
+        query, key = normed(query, key)
     return query, key, value
 
 
@@ -103,8 +118,7 @@ def _rotate(x_BNHK: jax.Array, position_BN: Int[Array, "B N"], model: ModelConfi
 
 def _norm_heads(query: jax.Array, key: jax.Array, params: Any, model: ModelConfig) -> tuple[jax.Array, jax.Array]:
     """Apply RMSNorm to each head of queries and keys."""
-    eps = model.rms_norm_eps
-    return rms_norm(query, params["query_norm"], eps), rms_norm(key, params["key_norm"], eps)
+    return norm(query, params["query_norm"], model), norm(key, params["key_norm"], model)
 
 
 def _norm_projections(query: jax.Array, key: jax.Array, params: Any, model: ModelConfig) -> tuple[jax.Array, jax.Array]:
@@ -114,7 +128,7 @@ def _norm_projections(query: jax.Array, key: jax.Array, params: Any, model: Mode
     square_BN2 = tp_all_gather(own_BN2[None], 0).sum(axis=0)
     width_2 = jnp.array([model.num_attention_heads, model.kv_heads]) * model.head_width
     inverse_rms = jax.lax.rsqrt(square_BN2 / width_2 + model.rms_norm_eps)
-    query_HK, key_GK = params["query_norm"], params["key_norm"]
+    query_HK, key_GK = (norm_weight(params[name], model) for name in ("query_norm", "key_norm"))
     return (
         (wide[0] * inverse_rms[..., :1, None] * query_HK).astype(query.dtype),
         (wide[1] * inverse_rms[..., 1:, None] * key_GK).astype(key.dtype),

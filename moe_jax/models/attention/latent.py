@@ -16,7 +16,7 @@ from moe_jax.config import AttentionView, ModelConfig
 from moe_jax.models.attention.core import AttentionImpl, masked_attention, update_slots, visible_slots
 from moe_jax.models.attention.kernels import KERNELS
 from moe_jax.models.attention.over_context import FORMS
-from moe_jax.models.layers import matmul, rms_norm
+from moe_jax.models.layers import matmul, norm_weight, rms_norm
 from moe_jax.models.rope import logit_scale, rotate
 from moe_jax.parallel.context import context_ranks, own_positions
 from moe_jax.parallel.sequence_shards import tp_all_gather
@@ -66,12 +66,14 @@ def cached_heads(
     h_BND: Float[Array, "B N D"],
     cache: Cache,
     position_B: Int[Array, " B"],
+    count_B: Int[Array, " B"],
     model: ModelConfig,
     view: AttentionView,
 ) -> tuple[Float[Array, "B N H V"], Cache]:
     """Return the output of each head for N further tokens, the first at `position_B`, and the updated cache.
 
-    Keys and values of cached tokens are not computed again: queries are projected into the space of the latents, and
+    The slots of tokens that do not count are filled again before a later token sees them. Keys and values of cached
+    tokens are not computed again: queries are projected into the space of the latents, and
     the weighted latents are projected to values.
     """
     query_BNQ, latent_BNR, key_BNP = _latents(params, h_BND, model)
@@ -100,8 +102,9 @@ def _latents(
     """
     query, eps = h_BND, model.rms_norm_eps if model.latent.rms_norm_eps is None else model.latent.rms_norm_eps
     if "query_latent" in params:
-        query = rms_norm(matmul(h_BND, params["query_latent"]), params["query_latent_norm"], eps)
-    latent = rms_norm(matmul(h_BND, params["kv_latent"]), params["kv_latent_norm"], eps)
+        weight = norm_weight(params["query_latent_norm"], model)
+        query = rms_norm(matmul(h_BND, params["query_latent"]), weight, eps)
+    latent = rms_norm(matmul(h_BND, params["kv_latent"]), norm_weight(params["kv_latent_norm"], model), eps)
     return query, latent, matmul(h_BND, params["rope_key"])
 
 

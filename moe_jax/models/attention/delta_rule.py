@@ -1,0 +1,152 @@
+"""The gated delta rule (Yang et al. 2024, "Gated Delta Networks", eq. 10), in chunks and token by token.
+
+Each head has a state S [K, V] that maps keys to values. A token with query q, key k, value v, decay α = exp(g) and rate
+β changes it and reads it:
+
+    S ← α·S + k·(β·(v − α·Sᵀ·k))ᵀ        o = Sᵀ·q
+
+In a chunk of tokens, let G be the sum of g from its first token on, A_ij = β_i·(k_i·k_j)·exp(G_i − G_j) for j < i and 0
+otherwise. Then (I + A)·U = β·(V − exp(G)·K·S) are the corrections of all its tokens, from the state S before it (their
+WY representation, section 3.3), and the outputs are exp(G)·Q·S plus causal attention without a softmax.
+
+B sequences of N tokens, G key heads with J value heads each, K and V widths of keys and values; C tokens of a chunk. A
+sequence may have several documents, of which each begins with a state of 0.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from moe_jax.config.attention_kernels import DELTA_CHUNK
+
+State = Float[Array, "B G J K V"]
+
+
+class Tokens(NamedTuple):
+    """What the tokens do to the states of their heads, in float32."""
+
+    query_BNGK: Float[Array, "B N G K"]
+    key_BNGK: Float[Array, "B N G K"]
+    value_BNGJV: Float[Array, "B N G J V"]
+    log_decay_BNGJ: Float[Array, "B N G J"]  # g, at most 0
+    rate_BNGJ: Float[Array, "B N G J"]  # β, between 0 and 1
+    document_BN: Int[Array, "B N"]  # numbers of the tokens' documents
+
+
+def first_state(tokens: Tokens) -> State:
+    """Return the state before the first token."""
+    batch, _, groups, key_width = tokens.key_BNGK.shape
+    return jnp.zeros((batch, groups, *tokens.value_BNGJV.shape[3:4], key_width, tokens.value_BNGJV.shape[4]))
+
+
+def token_by_token(tokens: Tokens, state: State, document_B: Int[Array, " B"]) -> tuple[jax.Array, State]:
+    """Return the outputs [B, N, G, J, V] and the state after the last token, by the definition.
+
+    `document_B` is the document of the token before the first one.
+    """
+
+    def step(carry: tuple[State, jax.Array], token: Tokens) -> tuple[tuple[State, jax.Array], jax.Array]:
+        state, before_B = carry
+        query_BGK, key_BGK, value_BGJV, log_decay_BGJ, rate_BGJ, document_B = token
+        state = jnp.where(_like(document_B == before_B, state), state, 0) * jnp.exp(log_decay_BGJ)[..., None, None]
+        known_BGJV = jnp.einsum("bgjkv,bgk->bgjv", state, key_BGK)
+        correction_BGJV = rate_BGJ[..., None] * (value_BGJV - known_BGJV)
+        state = state + jnp.einsum("bgk,bgjv->bgjkv", key_BGK, correction_BGJV)
+        return (state, document_B), jnp.einsum("bgjkv,bgk->bgjv", state, query_BGK)
+
+    in_time = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens)
+    (state, _), out_NBGJV = jax.lax.scan(step, (state, document_B), in_time)
+    return jnp.moveaxis(out_NBGJV, 0, 1), state
+
+
+def in_chunks(
+    tokens: Tokens, state: State, document_B: Int[Array, " B"], chunk: int = DELTA_CHUNK
+) -> tuple[jax.Array, State]:
+    """Return the same as `token_by_token`, with matrix products over chunks of tokens."""
+    length = tokens.document_BN.shape[1]
+    chunk = min(chunk, length)
+    chunks = -(-length // chunk)
+
+    def cut(x: jax.Array) -> jax.Array:
+        """Pad to whole chunks, with tokens that change nothing, and put the chunks first."""
+        mode = "edge" if jnp.issubdtype(x.dtype, jnp.integer) else "constant"
+        x = jnp.pad(x, [(0, 0), (0, chunks * chunk - length)] + [(0, 0)] * (x.ndim - 2), mode=mode)
+        return jnp.moveaxis(x.reshape(x.shape[0], chunks, chunk, *x.shape[2:]), 1, 0)
+
+    (state, _), out = jax.lax.scan(_through_chunk, (state, document_B), jax.tree.map(cut, tokens))
+    out_BNGJV = jnp.moveaxis(out, 0, 1).reshape(out.shape[1], chunks * chunk, *out.shape[3:])
+    return out_BNGJV[:, :length], state
+
+
+def _through_chunk(carry: tuple[State, jax.Array], tokens: Tokens) -> tuple[tuple[State, jax.Array], jax.Array]:
+    """Return the state after a chunk with the document of its last token, and the outputs [B, C, G, J, V]."""
+    state, before_B = carry
+    query, key, value, log_decay, rate_BCGJ, document_BC = tokens
+    total_BGJC = jnp.moveaxis(jnp.cumsum(log_decay, axis=1), 1, 3)
+    sees_BCC = (document_BC[:, :, None] == document_BC[:, None]) & jnp.tri(document_BC.shape[1], dtype=bool)
+    last_B1 = document_BC[:, -1:]
+    decay_BGJCC = _exp(total_BGJC[..., :, None] - total_BGJC[..., None, :], sees_BCC[:, None, None])
+    from_before_BGJC = _exp(total_BGJC, (document_BC == before_B[:, None])[:, None, None])
+    to_end_BGJC = _exp(total_BGJC[..., -1:] - total_BGJC, (document_BC == last_B1)[:, None, None])
+    rate_BGJC = jnp.moveaxis(rate_BCGJ, 1, 3)
+
+    product_BGCC = jnp.einsum("bcgk,bdgk->bgcd", key, key)
+    system_BGJCC = rate_BGJC[..., None] * product_BGCC[:, :, None] * decay_BGJCC  # I + A but for its diagonal
+    known_BGJCV = from_before_BGJC[..., None] * jnp.einsum("bcgk,bgjkv->bgjcv", key, state)
+    wrong_BGJCV = rate_BGJC[..., None] * (jnp.moveaxis(value, 1, 3) - known_BGJCV)
+    correction_BGJCV = solve_unit_lower(system_BGJCC, wrong_BGJCV)
+
+    weight_BGJCC = jnp.einsum("bcgk,bdgk->bgcd", query, key)[:, :, None] * decay_BGJCC
+    old_BGJCV = from_before_BGJC[..., None] * jnp.einsum("bcgk,bgjkv->bgjcv", query, state)
+    out_BGJCV = old_BGJCV + weight_BGJCC @ correction_BGJCV
+    state = from_before_BGJC[..., -1, None, None] * state
+    state += jnp.einsum("bcgk,bgjcv->bgjkv", key, to_end_BGJC[..., None] * correction_BGJCV)
+    return (state, last_B1[:, 0]), jnp.moveaxis(out_BGJCV, 3, 1)
+
+
+@jax.custom_vjp
+def solve_unit_lower(a_CC: Float[Array, "*b C C"], y_CV: Float[Array, "*b C V"]) -> Float[Array, "*b C V"]:
+    """Solve (I + L)·X = Y for X, where L is what A has below its diagonal, by matrix products alone."""
+    return _inverse_unit_lower(a_CC) @ y_CV
+
+
+def _inverse_unit_lower(a_CC: Float[Array, "*b C C"]) -> Float[Array, "*b C C"]:
+    """Return (I + L)⁻¹, from the inverses of blocks on its diagonal: two neighbours P and Q with R below P have the
+    inverse P⁻¹ and Q⁻¹ with −Q⁻¹·R·P⁻¹ below.
+    """
+    length, size = a_CC.shape[-1], 1
+    row_C1, column_C = np.arange(length)[:, None], np.arange(length)
+    inverse = jnp.broadcast_to(jnp.eye(length, dtype=a_CC.dtype), a_CC.shape)
+    while size < length:
+        neighbours = (row_C1 // (2 * size) == column_C // (2 * size)) & (row_C1 // size > column_C // size)
+        between = jnp.where(neighbours, a_CC, 0)
+        inverse = inverse - (between if size == 1 else inverse @ between @ inverse)
+        size *= 2
+    return inverse
+
+
+def _solve_forward(a_CC: jax.Array, y_CV: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    inverse = _inverse_unit_lower(a_CC)
+    x_CV = inverse @ y_CV
+    return x_CV, (inverse, x_CV)
+
+
+def _solve_backward(saved: tuple[jax.Array, jax.Array], dx_CV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    inverse, x_CV = saved
+    dy_CV = inverse.mT @ dx_CV
+    return jnp.tril(-dy_CV @ x_CV.mT, -1), dy_CV
+
+
+solve_unit_lower.defvjp(_solve_forward, _solve_backward)
+
+
+def _exp(x: jax.Array, where: jax.Array) -> jax.Array:
+    """Return exp(x) where a mask is true, and 0 elsewhere, where x may be large."""
+    return jnp.where(where, jnp.exp(jnp.where(where, x, 0)), 0)
+
+
+def _like(mask_B: jax.Array, state: State) -> jax.Array:
+    return mask_B.reshape(-1, *[1] * (state.ndim - 1))
