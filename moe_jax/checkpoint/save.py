@@ -26,6 +26,7 @@ from moe_jax.plan.plan_text import size
 from moe_jax.telemetry.run_log import RunLog
 
 RESERVED_BYTES = 10**6  # bytes that a save leaves free on the disk, for other files of a run
+_SHARED_BYTES = 2**20  # of an array that its replicas write together, the least that each writes
 
 
 class Checkpoints:
@@ -210,6 +211,9 @@ class Checkpoints:
             return None
         if isinstance(self._storage, BucketStorage):
             return BucketWriter(self._storage, steps_of(self._run), self._barrier, lambda: upload_now(self._run))
+        # orbax compiles a program for each part of an array: smaller parts take longer to cut than to write
+        handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=_SHARED_BYTES)
+        ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
         options = ocp.CheckpointManagerOptions(
             cleanup_tmp_directories=True,
             lightweight_initialize=True,  # otherwise orbax reads files in damaged folders

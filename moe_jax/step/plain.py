@@ -164,9 +164,11 @@ def train_step(
 
 def accumulate(of_part: Callable[[jax.Array, jax.Array | int], _Sum], part_AbN1: Int[Array, "A b N1"]) -> _Sum:
     """Return the sum of `of_part(tokens, number)` over the parts of a batch, computed one after another."""
-    zeros = optax.tree_utils.tree_zeros_like(jax.eval_shape(of_part, part_AbN1[0], 0))
+    numbers = jnp.arange(len(part_AbN1))
+    of_part = jax.jit(of_part, inline=True)  # traced once for its shapes and the loop
+    zeros = optax.tree_utils.tree_zeros_like(jax.eval_shape(of_part, part_AbN1[0], numbers[0]))
 
     def add(total: _Sum, part: tuple[jax.Array, jax.Array]) -> tuple[_Sum, None]:
         return jax.tree.map(jnp.add, total, of_part(*part)), None
 
-    return jax.lax.scan(add, zeros, (part_AbN1, jnp.arange(len(part_AbN1))))[0]
+    return jax.lax.scan(add, zeros, (part_AbN1, numbers))[0]

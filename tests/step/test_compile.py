@@ -52,7 +52,8 @@ def command(*arguments: str, folder: Path, **environ: str) -> str:
         encoding="utf-8",
         errors="replace",  # bytes that an untrained model writes
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
+        # with lines of Python in programs, as a user has them
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "10", **environ},
     )
     assert run.returncode == 0, run.stderr
     return run.stdout
@@ -68,9 +69,9 @@ def test_the_program_that_a_run_trains_is_the_one_that_the_report_shows(tmp_path
     reported = command("moe_jax.report", "--compile", "cpu:2", "--config", "run", "--save-hlo", "hlo", folder=tmp_path)
     fingerprint = json.loads((tmp_path / "run" / "provenance.json").read_text())["step_program"]
     assert re.search(rf"^program +{fingerprint}, 'step_program' in provenance.json", reported, re.MULTILINE)
-    trained, shown = (
-        without_frames((tmp_path / file).read_text()) for file in ("run/trace/0/step.hlo", "hlo/step.hlo")
-    )
+    written = [(tmp_path / file).read_text() for file in ("run/trace/0/step.hlo", "hlo/step.hlo")]
+    assert all("stack_frame_id" in text for text in written)
+    trained, shown = map(without_frames, written)
     assert "stack_frame_id" not in trained
     assert len(trained.splitlines()) > 1000
     assert trained == shown
