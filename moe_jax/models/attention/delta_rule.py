@@ -123,9 +123,14 @@ def _inverse_unit_lower(a_CC: Float[Array, "*b C C"]) -> Float[Array, "*b C C"]:
     while size < length:
         neighbours = (row_C1 // (2 * size) == column_C // (2 * size)) & (row_C1 // size > column_C // size)
         between = jnp.where(neighbours, a_CC, 0)
-        inverse = inverse - (between if size == 1 else inverse @ between @ inverse)
+        inverse = inverse - (between if size == 1 else _exact(_exact(inverse, between), inverse))
         size *= 2
     return inverse
+
+
+def _exact(a_CC: jax.Array, b_CC: jax.Array) -> jax.Array:
+    """Multiply in float32. TPUs and recent GPUs would round to bfloat16 or TF32, and an inverse adds up such errors."""
+    return jnp.matmul(a_CC, b_CC, precision=jax.lax.Precision.HIGHEST)
 
 
 def _solve_forward(a_CC: jax.Array, y_CV: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
