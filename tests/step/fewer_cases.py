@@ -1,24 +1,22 @@
 """Rebuild the table of an array's cases by simulated annealing: python -m tests.step.fewer_cases {step,pipeline}
 
-Takes the cases that the array has and tries, for half of --seconds, to do with one less. In the other half it
-exchanges values so that programs are small by an estimate, which is fitted to the sizes of the array's programs: what
-makes a program large then rarely meets twice in one. No pair is lost. Writes step_cases.txt or pipeline_cases.txt.
+Takes the cases that the array has and tries, until --seconds are over, to do with one less. Then it replaces values by
+earlier ones of their factors, whose programs tend to be smaller, where no pair is lost by that. Writes step_cases.txt
+or pipeline_cases.txt.
 """
 
 import argparse
 import math
+import os
 import random
 import time
-from collections.abc import Sequence
 
-import tests.conftest  # noqa: F401 – devices
+os.environ.setdefault("XLA_FLAGS", "")  # which tests.compiled reads
+
 from tests.pairwise import Case
 from tests.step.arrays import Array, write_table
-from tests.step.case_sizes import log_factors, size_of
 
 COLDEST, COOLING, EVERY = 0.12, 0.9995, 1024  # temperature in pairs; it falls every so many moves
-WARM, COLD = 0.1, 0.02  # first and last temperature in mean programs, when sizes are reduced
-FIRST_PRICE, LAST_PRICE = 0.3, 1.5  # of a pair that is missing, in mean programs
 
 
 class Search:
@@ -110,47 +108,22 @@ class Search:
             for item in old:
                 self.set(row, item)
 
-    def shrink(self, logs: Sequence[float], seconds: float) -> None:
-        """Exchange values until programs are small; `logs` are those of the factor by which an item enlarges one.
-
-        Pairs may be missing on the way, at a price that rises. Ends with the best cases in which all meet.
-        """
-        sizes = [math.exp(sum(logs[item] for item in row)) for row in self.rows]
-        mean, smallest, best = sum(sizes) / len(sizes), sum(sizes), [list(row) for row in self.rows]
-        begun, moves, done = time.monotonic(), 0, 0.0
-        while done < 1:
-            if moves % EVERY == 0:
-                done = (time.monotonic() - begun) / seconds
-                temperature = mean * WARM * (COLD / WARM) ** done
-                price = mean * (FIRST_PRICE + (LAST_PRICE - FIRST_PRICE) * done)
-            moves += 1
-            index = self.draw.randrange(len(self.rows))
-            row = self.rows[index]
-            own = self.draw.randrange(len(row))
-            old, new = row[own], self.draw.choice(self.items[own])
-            if new == old or not self._fits(new, row):
-                continue
-            lost = [self.meetings[old][other] for other in row].count(1)
-            lost -= [self.meetings[new][other] for other in row].count(0) - 1  # but for the value itself
-            size = sizes[index] * math.exp(logs[new] - logs[old])
-            more = size - sizes[index] + price * lost
-            if more > 0 and self.draw.random() > math.exp(-more / temperature):
-                continue
-            self.set(row, new)
-            sizes[index] = size
-            if not self.missing and sum(sizes) < smallest:
-                smallest, best = sum(sizes), [list(row) for row in self.rows]
-        self.replace(best)
-
-    def replace(self, rows: Sequence[Sequence[int]]) -> None:
-        """Take other rows instead."""
-        while self.rows:
-            self.remove(0)
-        for row in rows:
-            self.insert(list(row))
+    def use_usual(self) -> None:
+        """Replace values by earlier ones of their factors where no pair is lost."""
+        for row in self.draw.sample(self.rows, len(self.rows)):
+            for own in self.draw.sample(range(len(row)), len(row)):
+                for item in self.items[own]:
+                    if item >= row[own]:
+                        break
+                    if self._fits(item, row):
+                        old = row[own]
+                        self.set(row, item)
+                        if not self.missing:
+                            break
+                        self.set(row, old)
 
     def _fits(self, item: int, row: list[int]) -> bool:
-        return not any(map(self.is_bad[item].__getitem__, row))
+        return not any(self.is_bad[item][other] for other in row if self.factor[other] != self.factor[item])
 
     def _meet(self, a: int, b: int) -> None:
         self.meetings[a][b] += 1
@@ -183,18 +156,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     array = arrays[given.array]
-    search, half_s = Search(array, given.seed), given.seconds / 2
+    deadline, search = time.monotonic() + given.seconds, Search(array, given.seed)
     assert not search.missing
-    logs = log_factors(search.names, array.cases, [size_of(array, case) for case in array.cases])
-    deadline, found = time.monotonic() + half_s, [list(row) for row in search.rows]
+    found = [list(row) for row in search.rows]
     while True:
         print(f"{len(found)} cases", flush=True)
         search.remove(search.least_needed())
         if not search.anneal(deadline):
             break
         found = [list(row) for row in search.rows]
-    search.replace(found)
-    search.shrink(logs, half_s)
+    while search.rows:
+        search.remove(0)
+    for row in found:
+        search.insert(row)
+    search.use_usual()
     write_table(array, search.cases())
 
 
