@@ -71,7 +71,7 @@ def test_a_run_keeps_its_average_and_may_change_its_decay(tmp_path: Path) -> Non
     (tmp_path / "config.yaml").write_text(to_yaml(saved), encoding="utf-8")
     check_same_run(averaging(saved, decay=0.9), tmp_path)
     check_same_run(averaging(saved, decay=None), tmp_path, ignore_data_order=True)
-    with pytest.raises(CheckpointError, match=r"^optimizer.ema_decay=None, but .* have .*=0.75: use"):
+    with pytest.raises(CheckpointError, match=r"^optimizer.ema_decay=null, but .* have .*=0.75: use"):
         check_same_run(averaging(saved, decay=None), tmp_path)
     (tmp_path / "config.yaml").write_text(to_yaml(averaging(saved, decay=None)), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"^--ema: run .* has .*ema_decay=null, so no average: leave out"):

@@ -126,5 +126,5 @@ def test_the_optimiser_knows_no_bias_and_checkpoints_do(tmp_path: Path):
 def test_the_rate_of_a_run_may_change_where_its_parameters_stay(tmp_path: Path):
     (tmp_path / "config.yaml").write_text(to_yaml(config_of(2, 1)))
     check_same_run(config_of(2, 1, bias_update_rate=0.0), tmp_path)
-    with pytest.raises(CheckpointError, match=r"bias_update_rate=None, .* use model.moe.bias_update_rate=0.25"):
+    with pytest.raises(CheckpointError, match=r"bias_update_rate=null, .* use model.moe.bias_update_rate=0.25"):
         check_same_run(config_of(2, 1, bias_update_rate=None), tmp_path)
