@@ -32,10 +32,6 @@ OTHERS = {
     "schedule.weight_grad=greedy schedule.policy=unified schedule.microbatches=2",
     "gathers over tensor ranks as tasks, in recomputed chunks": f"{TENSOR_TASKS} schedule.remat=chunk "
     "model.moe.capacity_factor=null exchange.rank_capacity_factor=null",
-    "delta nets, in pairs": "model.num_layers=2 schedule.pipeline=coscheduled "
-    "model.delta_net.num_value_heads=4 model.delta_net.num_key_heads=2 "
-    "model.delta_net.key_head_dim=4 model.delta_net.value_head_dim=3 model.delta_net.full_attention_interval=null "
-    "model.rms_norm_eps=0.01",
     "sharded parameters": "model.num_layers=2 mesh.data=2 optimizer.zero=3",
     "empty pieces of slots": f"model.num_layers=2 schedule.pipeline=zero_bubble {PIECES}",
     "empty pieces next to each other": f"model.num_layers=2 schedule.pipeline=coscheduled_split {PIECES}",
