@@ -1,8 +1,8 @@
 """Which share of a compiled step is the optimizer's? python profiling/optimizer_hlo.py TARGET [section.key=value ...]
 
 Compiles the step of `configs/bench/fine_grained.yaml` ahead of time and without the hardware, with AdamW and with Muon,
-ZeRO 1 and all experts' ranks on one node, and sums the least times of its kernels (`roofline.py`): those of the update
-beside all others. Muon's products orthogonalize matrices. The plan's estimate of the update is beside it.
+ZeRO 1 and all experts' ranks on one node, and sums the least times of its kernels (`roofline.py`): of the update,
+and of all. Muon's products orthogonalize matrices. The result also has the plan's estimate of both.
 
 Writes results/optimizer_hlo_TARGET.json. Takes some minutes for each optimizer.
 """

@@ -28,6 +28,7 @@ _FREE = {
     "model.moe.z_loss_coeff",
     "model.moe.bias_update_rate",  # if both configs have a router bias, or neither has
 }
+_EFFECTS = {"train.steps": "; the learning rate follows the new number"}  # of a change
 _NOT_OF_A_STEP = ("log.", "checkpoint.", "plan.", "train.eval_every")
 
 
@@ -146,9 +147,6 @@ def changed_settings(config: Config, saved: Mapping[str, Any]) -> str:
     changed = [each for each in _differences(config, trained, "") if not each[0].startswith(left_out)]
     texts = [f"{name}={_value(here)} (was {_value(there)}{_EFFECTS.get(name, '')})" for name, here, there in changed]
     return ", ".join(texts)
-
-
-_EFFECTS = {"train.steps": "; the learning rate follows the new number"}
 
 
 def _value(value: Any) -> str:

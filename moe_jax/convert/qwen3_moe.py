@@ -3,10 +3,11 @@
 from typing import Any
 
 from moe_jax.config import ModelConfig, MoEConfig
-from moe_jax.convert.family import Family, dense_or_experts, expert_block_settings, top_k_settings
-from moe_jax.convert.hf_config import HfConfig
+from moe_jax.convert.family import Family, dense_or_experts, expert_block_settings, mlp_rows, top_k_settings
+from moe_jax.convert.hf_config import ConvertError, HfConfig
 from moe_jax.convert.qwen3 import qwen3_settings
 from moe_jax.convert.shared import hf_settings
+from moe_jax.convert.tensors import Tensor
 
 
 def _model(hf: HfConfig) -> ModelConfig:
@@ -25,6 +26,28 @@ def _model(hf: HfConfig) -> ModelConfig:
 
 def _settings(model: ModelConfig) -> dict[str, Any]:
     return hf_settings(model) | qwen_moe_settings(model) | {"attention_bias": model.attention.bias}
+
+
+def gated_shared_experts(hf: HfConfig) -> dict[str, Any]:
+    """Return the width of a model's experts and its shared experts, which are one MLP in the files, with a gate."""
+    width, shared = hf.whole("moe_intermediate_size"), hf.whole("shared_expert_intermediate_size")
+    if not shared or not width or shared % width:
+        raise ConvertError(
+            f"{hf.where}: shared_expert_intermediate_size={shared} is not supported: it must be a multiple of "
+            f"moe_intermediate_size={width}, at least that"
+        )
+    return {"intermediate_size": width, "num_shared_experts": shared // width, "shared_gate": True}
+
+
+def gated_shared_rows() -> list[Tensor]:
+    """Return the rows of the shared experts, and of their gate."""
+    gate = Tensor("mlp.shared_expert_gate.weight", "moe.shared.token_gate", "one model")
+    return [*mlp_rows("mlp.shared_expert", "moe.shared"), gate]
+
+
+def shared_width(model: ModelConfig) -> dict[str, int]:
+    """Return the setting for config.json of the width of the shared experts."""
+    return {"shared_expert_intermediate_size": model.moe.intermediate_size * model.moe.num_shared_experts}
 
 
 def qwen_moe_settings(model: ModelConfig) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from moe_jax.convert.family import (
     top_k_settings,
 )
 from moe_jax.convert.hf_config import ConvertError, HfConfig
-from moe_jax.convert.qwen3_moe import qwen_moe_settings
+from moe_jax.convert.qwen3_moe import gated_shared_experts, gated_shared_rows, qwen_moe_settings, shared_width
 from moe_jax.convert.shared import grouped_heads, hf_settings, shared_settings
 from moe_jax.convert.tensors import Tensor, TensorRange
 
@@ -29,12 +29,6 @@ _QUERY = "self_attn.q_proj.weight"
 
 def _model(hf: HfConfig) -> ModelConfig:
     hf.only("attention_bias", False)
-    width, shared = hf.whole("moe_intermediate_size"), hf.whole("shared_expert_intermediate_size")
-    if width == 0 or shared == 0 or shared % width:
-        raise ConvertError(
-            f"{hf.where}: shared_expert_intermediate_size={shared} is not supported: it must be a multiple of "
-            f"moe_intermediate_size={width}"
-        )
     return ModelConfig(
         **shared_settings(hf, partial_rotation=True),
         **grouped_heads(hf),
@@ -46,9 +40,7 @@ def _model(hf: HfConfig) -> ModelConfig:
         moe=MoEConfig(
             num_experts=hf.whole("num_experts", "num_local_experts"),
             **top_k_settings(hf, hf.flag("norm_topk_prob", True)),
-            intermediate_size=width,
-            num_shared_experts=shared // width,
-            shared_gate=True,
+            **gated_shared_experts(hf),
             capacity_factor=None,
             **expert_block_settings(hf),
         ),
@@ -85,10 +77,9 @@ def _types(layers: int, interval: int | None) -> list[str]:
 
 
 def _settings(model: ModelConfig) -> dict[str, Any]:
-    delta, moe = model.delta_net, model.moe
+    delta = model.delta_net
     own: dict[str, Any] = {
         "attention_bias": False,
-        "shared_expert_intermediate_size": moe.intermediate_size * moe.num_shared_experts,
         "layer_types": [_DELTA if view.is_delta else _FULL for view in model.views],
         "partial_rotary_factor": model.partial_rotary_factor,
     }
@@ -101,7 +92,7 @@ def _settings(model: ModelConfig) -> dict[str, Any]:
             "linear_conv_kernel_dim": delta.conv_kernel_dim,
             "full_attention_interval": delta.full_attention_interval or model.num_layers + 1,
         }
-    return hf_settings(model) | qwen_moe_settings(model) | own
+    return hf_settings(model) | qwen_moe_settings(model) | shared_width(model) | own
 
 
 def _block(model: ModelConfig, kind: str) -> list[Tensor]:
@@ -146,11 +137,7 @@ def _parts(name: str, paths: Sequence[str], widths: Sequence[int]) -> list[Tenso
 def _mlp(model: ModelConfig, kind: str) -> list[Tensor]:
     if kind == "dense":
         return mlp_rows("mlp", "mlp")
-    return [
-        *expert_rows(model),
-        *mlp_rows("mlp.shared_expert", "moe.shared"),
-        Tensor("mlp.shared_expert_gate.weight", "moe.shared.token_gate", "one model"),
-    ]
+    return [*expert_rows(model), *gated_shared_rows()]
 
 
 _DEFAULTS = {

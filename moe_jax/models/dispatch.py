@@ -213,6 +213,32 @@ class Arrival(NamedTuple):
         return self.exchange.piece(self.number, tie)
 
 
+Piece = ExpertRows | ragged.Lanes  # rows in transit, or the lanes of a ragged exchange's experts
+Flow = dict[int, Piece | Arrival]  # by number of the piece
+
+
+def at_rest(piece: Piece | Arrival) -> Piece:
+    """Return a piece that is not in flight."""
+    assert not isinstance(piece, Arrival)
+    return piece
+
+
+def in_blocks(piece: Piece | Arrival) -> ExpertRows:
+    """Return a piece that is neither in flight nor in lanes."""
+    assert isinstance(piece, ExpertRows)
+    return piece
+
+
+def over_tensor(piece: Piece | Arrival, route: DispatchRoute, to_experts: bool, tie: Tie) -> ExpertRows:
+    """Return the pieces of all tensor ranks, or (from the experts) the sum of theirs: each is the other's transpose.
+
+    A piece in flight arrives here. `tie` is applied to what is sent.
+    """
+    move = route.received if to_experts else route.computed
+    rows, sizes, _ = piece.finish(tie) if isinstance(piece, Arrival) else in_blocks(piece)
+    return ExpertRows(move(tie(rows)), None if sizes is None else move(sizes))
+
+
 class RaggedExchange(NamedTuple):
     """An exchange with sizes: each row is sent straight into the lane of its expert.
 

@@ -133,8 +133,10 @@ class ComputeConfig:
 
 
 def _tensor_form(config: Config, tensor_ranks: int) -> str:
-    """Return the form over tensor ranks. With one of them all forms are the same."""
-    if tensor_ranks == 1:
+    """Return the form over tensor ranks. With one of them all forms are the same, and a schedule may run the two
+    transfers of `sharded` as tasks of their own.
+    """
+    if tensor_ranks == 1 or config.exchange.tensor_form == "sharded_scheduled":
         return "sharded"
     return WHOLE_EXPERTS if config.mesh.experts_over_tensor else config.exchange.tensor_form
 

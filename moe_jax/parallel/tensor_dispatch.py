@@ -10,8 +10,9 @@ forms return the same bits.
     sharded              send, gather    sum, send      the own rows
     sharded_chunked      as sharded in chunks: the second transfer of one overlaps with the first of the next
     sharded_overlapped   as sharded_chunked, and each chunk is copied to its place while later ones travel
-    sharded_scheduled    as sharded; in scheduled steps gather and sum are tasks of their own (FSMoE): the route of
-                         dispatch and combine is `without_tensor`, `received` and `computed` do the rest
+
+Where a schedule has tasks for the two transfers of `sharded` (`exchange.tensor_form=sharded_scheduled`, FSMoE), the
+route of dispatch and combine is `without_tensor`, and `received` and `computed` gather and sum.
 
 If experts are sharded over tensor ranks, too (`WHOLE_EXPERTS`), each is whole on its rank: rows are only sent. On one
 tensor rank nothing is gathered or summed.
@@ -93,7 +94,7 @@ class DispatchRoute(NamedTuple):
     @property
     def goes_by_hops(self) -> bool:
         """Whether blocks travel one by one, so that experts can process one while the next travels."""
-        return self.algorithm == "ring" and self.form in ("sharded", "sharded_scheduled", WHOLE_EXPERTS)
+        return self.algorithm == "ring" and self.form in ("sharded", WHOLE_EXPERTS)
 
     @property
     def shares_experts(self) -> bool:
@@ -112,7 +113,7 @@ class DispatchRoute(NamedTuple):
 
     def transfer(self, *, to_experts: bool) -> Transfer:
         """Return the transfer to the experts, or the one from them."""
-        form = _WHOLE if self.form == WHOLE_EXPERTS else FORMS[self.form.removesuffix("_scheduled")]
+        form = _WHOLE if self.form == WHOLE_EXPERTS else FORMS[self.form]
         return form.to_experts if to_experts else form.from_experts
 
     def all_to_all(self, x: jax.Array, send: Send, *, to_experts: bool) -> jax.Array:

@@ -17,7 +17,7 @@ _AS_TYPES = (
     "layer_types is not supported: of num_hidden_layers=4 every n-th must be 'full_attention', the others "
     "'linear_attention'"
 )
-_AS_SHARED = "shared_expert_intermediate_size=0 is not supported: it must be a multiple of moe_intermediate_size=12"
+_AS_SHARED = "is not supported: it must be a multiple of moe_intermediate_size=12, at least that"
 _WINDOWS = ["full_attention", "sliding_attention"]
 REFUSED = [
     ("glm4_moe", "scoring_func", "softmax", 'scoring_func="softmax" is not supported: it must be "sigmoid"'),
@@ -42,7 +42,9 @@ REFUSED = [
     ("qwen3_next", "attention_bias", True, "attention_bias=true is not supported: it must be false"),
     ("qwen3_next", "layer_types", [["full_attention"]], _AS_TYPES),
     ("qwen3_next", "layer_types", ["full_attention", *["linear_attention"] * 3], _AS_TYPES),
-    ("qwen3_next", "shared_expert_intermediate_size", 0, _AS_SHARED),
+    ("qwen3_next", "shared_expert_intermediate_size", 0, f"shared_expert_intermediate_size=0 {_AS_SHARED}"),
+    ("qwen2_moe", "shared_expert_intermediate_size", 0, f"shared_expert_intermediate_size=0 {_AS_SHARED}"),
+    ("qwen2_moe", "shared_expert_intermediate_size", 18, f"shared_expert_intermediate_size=18 {_AS_SHARED}"),
     ("ernie4_5_moe", "partial_rotary_factor", 0.5, "partial_rotary_factor=0.5 is not supported: it must be 1.0"),
 ]
 

@@ -88,7 +88,7 @@ def test_chunks_have_a_megabyte() -> None:
 
 @pytest.mark.parametrize(("cluster", "streams"), [("v5p-16", {"gather": "intra-node"}), ("h100x16", {})])
 def test_gathers_are_tasks_whose_times_add_up_to_those_of_an_exchange(cluster: str, streams: dict[str, str]) -> None:
-    """On TPUs they run beside exchanges, so that a step is shorter; on GPUs one collective runs at a time."""
+    """On TPUs they run concurrently with exchanges, so a step is shorter; on GPUs one collective runs at a time."""
     settings = ["mesh.data=1", "mesh.expert=8", "mesh.tensor=2", "train.batch_size=64", "model.hidden_size=1024"]
     settings += [
         "model.num_attention_heads=8",

@@ -115,7 +115,7 @@ def test_operations_of_a_plain_step_have_the_names_of_its_parts() -> None:
     assert _most_exposed(step) == "forward dispatch 1000.0 ms, backward attention all-gather 1000.0 ms"
 
 
-def test_the_run_s_own_step_time_is_beside_the_traced_one(tmp_path: Path) -> None:
+def test_the_step_time_of_the_run_is_reported_with_the_traced_one(tmp_path: Path) -> None:
     estimated = replay(program(work("a", 2_500_000), BODY), TOY, 1)
     compiled = Compiled(variant="unified", outcome=outcome(), replay=estimated, match=None, predicted=None)
     step = TracedStep(tmp_path / "trace" / "0", compiled, STEP, 8, None)

@@ -5,8 +5,8 @@ are normed, and multiplied by a gate.
 
 B sequences of N tokens; D model width, G key heads with J value heads each, K and V widths of keys and values, W tokens
 of the convolution, w = W − 1. A *feature* is one of a key head's query, key or values: F = 2·K + J·V of them. Each of t
-tensor ranks has n = N/t tokens of a sequence, and computes G/t of the key heads. States and convolutions begin anew
-with each document of a sequence.
+tensor ranks has n = N/t tokens of a sequence, and computes G/t of the key heads. States and convolutions are
+reset at the beginning of each document of a sequence.
 """
 
 from typing import Any, NamedTuple

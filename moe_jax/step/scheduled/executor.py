@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.config import ModelConfig
-from moe_jax.models.dispatch import Arrival, Phase, TokenExchange
+from moe_jax.models.dispatch import Arrival, Flow, Phase, Piece, TokenExchange, at_rest, in_blocks, over_tensor
 from moe_jax.models.dispatchers.protocol import CapacityState, DispatchMetadata, ExpertRows
 from moe_jax.models.dispatchers.ragged import Stored, lane_experts
 from moe_jax.models.head import HeadLoss, LossForm, no_loss
@@ -40,9 +40,6 @@ from moe_jax.step.scheduled.pullbacks import Pullbacks
 from moe_jax.step.scheduled.scan_residuals import BlockConsts
 from moe_jax.step.scheduled.split_vjp import floats_of, with_floats
 from moe_jax.step.scheduled.step_dims import StepDims
-
-Piece = ExpertRows | ragged.Lanes  # rows in transit, or the lanes of a ragged exchange's experts
-Flow = dict[int, Piece | Arrival]  # by piece
 
 
 class Tasks:
@@ -100,7 +97,7 @@ class Tasks:
     def forward(self, action: Action) -> None:
         """Run an F (forward) task."""
         runs = {"embed": self._embed, "attend": self._attend, "head": self._head, "expert": self._experts}
-        runs.get(action.op, partial(self._communicate, self.flow))(action)
+        runs.get(action.op, partial(self._send, self.flow))(action)
 
     def _embed(self, action: Action) -> None:
         for r in self.dims.microbatches_of(action):
@@ -212,7 +209,7 @@ class Tasks:
         """Run a B (backward) task."""
         runs = {"embed": self._embed_back, "attend": self._attend_back, "head": self._head_back}
         runs["expert"] = self._experts_back
-        runs.get(action.op, partial(self._communicate, self.dflow))(action)
+        runs.get(action.op, partial(self._send, self.dflow))(action)
 
     def _head_back(self, action: Action) -> None:
         for r in self.dims.microbatches_of(action):
@@ -307,27 +304,21 @@ class Tasks:
 
     # collectives
 
-    def _communicate(self, flow: Flow, action: Action) -> None:
+    def _send(self, flow: Flow, action: Action) -> None:
         """Send the rows of an action's pieces, or their cotangents in the backward pass."""
         if action.op in ("dispatch", "combine"):
-            return self._exchange(flow, action)
-        # gather of all tensor ranks' rows, and sum over these ranks: each is the transpose of the other
-        order, route = self.order, self.dims.compute.route
-        move = route.received if (action.op == "gather") == (action.direction == "F") else route.computed
+            self._exchange(flow, action)
+            return
+        to_experts, order = (action.op == "gather") == (action.direction == "F"), self.order
         for p in self.dims.pieces_of(action):
-            piece = flow[p]
-            piece = piece.finish(order.after_over_tensor) if isinstance(piece, Arrival) else piece
-            rows, sizes, _ = _rows(piece)
-            moved = ExpertRows(move(order.after_over_tensor(rows)), None if sizes is None else move(sizes))
+            flow[p] = moved = over_tensor(flow[p], self.dims.compute.route, to_experts, order.after_over_tensor)
             order.record_over_tensor(moved.rows)
-            flow[p] = moved
-        return None
 
     def _exchange(self, flow: Flow, action: Action) -> None:
         """Exchange the rows of an action's pieces, or their cotangents in the backward pass."""
         if self.dims.ragged:
             for p in self.dims.pieces_of(action):
-                flow[p] = self._exchanged_ragged(_sent(flow, p), action, p)
+                flow[p] = self._exchanged_ragged(at_rest(flow[p]), action, p)
                 self.order.record_comm(floats_of(flow[p])[0])
             return
         compute, pieces = self.dims.compute, self.dims.pieces_of(action)
@@ -336,7 +327,7 @@ class Tasks:
         exchange = TokenExchange(phase, route, hooks_of(self.dims.config.model.moe), action.direction == "B")
         only_starts = compute.route.exchange.only_starts
         tie = partial(self.order.after_comm, only_starts=only_starts)
-        in_flight = exchange.start([_rows(_sent(flow, p)) for p in pieces], self.dims.dispatcher.slot_axis, tie)
+        in_flight = exchange.start([in_blocks(flow[p]) for p in pieces], self.dims.dispatcher.slot_axis, tie)
         if in_flight.num_rows:
             self.order.record_comm(in_flight.under_way[-1], only_starts)
         flow.update(zip(pieces, in_flight.pieces(), strict=True))
@@ -374,7 +365,7 @@ class Tasks:
 
     def _arrived_rows(self, flow: Flow, p: int) -> jax.Array:
         """Return the rows of a piece that has returned to the device of its tokens."""
-        return _rows(self._arrived(flow, p)).rows
+        return in_blocks(self._arrived(flow, p)).rows
 
     def gather_params(self, action: Action) -> None:
         """Run a P task."""
@@ -388,19 +379,6 @@ def _look_up(
     embedding: jax.Array, _: Tree, tokens: Sequence[jax.Array], model: ModelConfig, compute: ComputeConfig
 ) -> list[jax.Array]:
     return [embed(embedding, token_Bn, model, compute) for token_Bn in tokens]
-
-
-def _sent(flow: Flow, p: int) -> Piece:
-    """Return a piece that is not in flight."""
-    piece = flow[p]
-    assert not isinstance(piece, Arrival)
-    return piece
-
-
-def _rows(piece: Piece) -> ExpertRows:
-    """Return a piece that is not in lanes."""
-    assert isinstance(piece, ExpertRows)
-    return piece
 
 
 def _rejoin(
