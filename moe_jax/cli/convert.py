@@ -23,10 +23,9 @@ from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.validate import check_expert_split
 from moe_jax.config.yaml_io import config_from, load_config, to_yaml
-from moe_jax.convert.families import family_that_holds
 from moe_jax.convert.files import DTYPES
 from moe_jax.convert.hf_config import FILE, read_config
-from moe_jax.convert.source import ORIGIN, longest_sequence, model_in, mtp_left_out
+from moe_jax.convert.source import ORIGIN, family_to_export, left_out, longest_sequence, model_in
 from moe_jax.convert.write import check_is_free, copy_companion_files, special_tokens, write_model
 from moe_jax.distributed import processes
 from moe_jax.distributed.failures import fail_fast
@@ -149,14 +148,14 @@ def _write_run(run: Path, source: Path, config: Config, state: dict[str, object]
         reason, cure = checkpoints.last_failure
         raise ConfigError(f"--out={run} was not written ({reason}): {cure}, or name another folder") from None
     if processes.is_main_process():
-        if (message := mtp_left_out(source, config.model)) is not None:
+        if (message := left_out(source, config.model)) is not None:
             print(shown(f"{source}: {message}"))
         print(shown(f"{run}: begin with it by --config {run} log.dir=… data.path=…"))
 
 
 def _export(arguments: argparse.Namespace) -> None:
     config = load_config(arguments.source)
-    family = family_that_holds(config.model, arguments.family)
+    family = family_to_export(config, arguments.source, arguments.family)
     dtype = arguments.dtype or "float32"
     check_is_free(arguments.out)
     check_is_empty("--out", arguments.out)

@@ -24,6 +24,7 @@ from moe_jax.convert import (
     qwen2,
     qwen2_moe,
     qwen3,
+    qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
 )
@@ -32,7 +33,7 @@ from moe_jax.convert.hf_config import ConvertError, HfConfig
 
 _MODULES = (
     *(mixtral, llama, qwen3, qwen2, mistral, qwen3_moe, olmoe, qwen2_moe, deepseek_v3, deepseek_v2, gpt_oss),
-    *(dots1, glm4_moe, minimax_m2, ernie4_5_moe, granitemoe, glm4_moe_lite, hunyuan_v1_moe, qwen3_next),
+    *(dots1, glm4_moe, minimax_m2, ernie4_5_moe, granitemoe, glm4_moe_lite, hunyuan_v1_moe, qwen3_next, qwen3_5_moe),
 )
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 _BY_TYPE = FAMILIES | {name: family for family in FAMILIES.values() for name in family.aliases}
@@ -41,7 +42,6 @@ _BY_TYPE = FAMILIES | {name: family for family in FAMILIES.values() for name in 
 _NOT_BUILT = {
     "phimoe": "sparsemixer routing (Phi-3.5-MoE)",
     **dict.fromkeys(("llama4", "llama4_text"), "attention in chunks (Llama 4)"),
-    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), "delta net with separate projections (Qwen3.5)"),
     "minimax": "lightning attention (MiniMax-01)",
     "kimi_linear": "delta net that decays each feature by itself (Kimi Linear)",
     **dict.fromkeys(("jamba", "granitemoehybrid", "nemotron_h"), "state-space blocks (Mamba)"),

@@ -29,6 +29,7 @@ DTYPES = {
     "float16": np.dtype(np.float16),
 }
 _BLOCK = re.compile(r"model\.layers\.\d+\.")
+_LANGUAGE = re.compile(r"^(model\.)?language_model\.")  # of a model that also sees images
 _DERIVED = "rotary_emb.inv_freq"  # a tensor of older files, which follows from the settings
 
 
@@ -37,7 +38,7 @@ class Weights:
     """All tensors of a folder, by name, as a context. Raises ConvertError for files that are missing or damaged.
 
     If several files have a tensor, the one that the index names is used. Quantised tensors have the names and values of
-    their dequantised ones.
+    their dequantised ones; tensors of a language model that is a part of another model have those that they have alone.
     """
 
     def __init__(self, folder: Path, quantization: Quantization | None = None):
@@ -148,16 +149,28 @@ class Weights:
             raise ConvertError(
                 f"{self._folder} has {_SINGLE}, which {INDEX} does not name: remove the one that is not of this model"
             )
-        return found
+        return {_alone(tensor): name for tensor, name in found.items()}
 
     def _open_file(self, name: str, opening: ExitStack) -> dict[str, StoredTensor]:
         try:
             check_regular(self._folder / name)
-            return dict(open_tensors(self._folder / name, opening))
+            found = dict(open_tensors(self._folder / name, opening))
         except FileNotFoundError:
             raise ConvertError(f"{self._folder / name} is missing, and {INDEX} names it: fetch it, too") from None
         except (OSError, safetensors.SafetensorError) as error:
             raise ConvertError(f"{self._folder / name} cannot be read ({error}): fetch it again") from None
+        alone = {_alone(tensor): each for tensor, each in found.items()}
+        if len(alone) < len(found):
+            twice = next(tensor for tensor in found if tensor != _alone(tensor) and _alone(tensor) in found)
+            raise ConvertError(
+                f"{self._folder / name} has both {twice} and {_alone(twice)}: use the files that belong together"
+            )
+        return alone
+
+
+def _alone(name: str) -> str:
+    """Return the name that a tensor of a language model has if it is not a part of another model."""
+    return _LANGUAGE.sub(r"\1", name)
 
 
 def write_weights(

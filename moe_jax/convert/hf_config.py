@@ -11,6 +11,8 @@ from moe_jax.errors import UserError
 from moe_jax.files import untrusted as foreign_files
 
 FILE = "config.json"
+_SEE_IMAGES = ("qwen3_5_moe",)  # model types whose language model has its settings in a section
+_TEXT, _TIED = "text_config", "tie_word_embeddings"
 
 
 class ConvertError(UserError):
@@ -30,6 +32,10 @@ class HfConfig:
     def with_values(self, values: Mapping[str, Any]) -> "HfConfig":
         """Return the settings with other values for some."""
         return HfConfig({**self._values, **values}, self.where)
+
+    def merged(self, section: "HfConfig") -> "HfConfig":
+        """Return the settings with those of a section in place of those of the same names."""
+        return HfConfig({**self._values, **section._values}, section.where)
 
     def has(self, name: str) -> bool:
         """Whether the file has this setting, and it is not null."""
@@ -126,8 +132,25 @@ class HfConfig:
 
 
 def read_config(folder: Path) -> HfConfig:
-    """Return the settings of a model's folder. Raises ConvertError."""
-    return HfConfig(read_json(folder / FILE), str(folder / FILE))
+    """Return the settings of the language model in a folder. Raises ConvertError."""
+    return config_in(folder / FILE)
+
+
+def config_in(file: Path) -> HfConfig:
+    """Return the settings of the language model in a config.json. Raises ConvertError.
+
+    A model that also sees images has them in a section; outside it are those of the whole model, such as ids of tokens.
+    """
+    whole = HfConfig(read_json(file), str(file))
+    if not whole.has("model_type") or (model_type := whole.word("model_type")) not in _SEE_IMAGES:
+        return whole
+    section = whole.section(_TEXT)
+    if section is None:
+        raise ConvertError(f"{file}: model_type={model_type!r} has no {_TEXT}: use the file that came with the model")
+    section.only("model_type", f"{model_type}_text")
+    if section.has(_TIED):
+        section.only(_TIED, whole.flag(_TIED, False))
+    return whole.merged(section).with_values({"model_type": f"{model_type}_text"})
 
 
 def read_json(file: Path) -> dict[str, Any]:

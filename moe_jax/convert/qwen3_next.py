@@ -100,7 +100,7 @@ def _block(model: ModelConfig, kind: str) -> list[Tensor]:
     width = model.head_width
     query, gate = (TensorRange("head", 2 * width, (range(first, first + width),)) for first in (0, width))
     attention = [dataclasses.replace(row, part=query) if row.name == _QUERY else row for row in attention_rows(model)]
-    return [*attention, Tensor(_QUERY, "attention.gate", "heads.head model", gate), *_mlp(model, kind)]
+    return [*attention, Tensor(_QUERY, "attention.gate", "heads.head model", gate), *mlp_or_experts(model, kind)]
 
 
 def _delta_block(model: ModelConfig, kind: str) -> list[Tensor]:
@@ -111,12 +111,20 @@ def _delta_block(model: ModelConfig, kind: str) -> list[Tensor]:
         *norm_rows(),
         *_parts(f"{name}.in_proj_qkvz.weight", ("query", "key", "value", "gate"), (keys, keys, values, values)),
         *_parts(f"{name}.in_proj_ba.weight", ("rate", "step"), (delta.group, delta.group)),
+        *delta_rows(),
+        *mlp_or_experts(model, kind),
+    ]
+
+
+def delta_rows() -> list[Tensor]:
+    """Return the rows of a delta net after its projections: convolution, decay, norm and output."""
+    name = "linear_attn"
+    return [
         Tensor(f"{name}.conv1d.weight", "attention.conv", "channels 1 taps"),
         Tensor(f"{name}.A_log", "attention.decay_log", "heads"),
         Tensor(f"{name}.dt_bias", "attention.step_bias", "heads"),
         Tensor(f"{name}.norm.weight", "attention.value_norm", "head"),
         Tensor(f"{name}.out_proj.weight", "attention.out", "model heads.head"),
-        *_mlp(model, kind),
     ]
 
 
@@ -134,7 +142,8 @@ def _parts(name: str, paths: Sequence[str], widths: Sequence[int]) -> list[Tenso
     ]
 
 
-def _mlp(model: ModelConfig, kind: str) -> list[Tensor]:
+def mlp_or_experts(model: ModelConfig, kind: str) -> list[Tensor]:
+    """Return the rows of a block's MLP, or of its experts and the shared one."""
     if kind == "dense":
         return mlp_rows("mlp", "mlp")
     return [*expert_rows(model), *gated_shared_rows()]

@@ -2,21 +2,22 @@
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from moe_jax.config import Config, ModelConfig, MoEConfig
 from moe_jax.convert import mtp
-from moe_jax.convert.families import differences, family_of
+from moe_jax.convert.families import differences, family_of, family_that_holds
 from moe_jax.convert.family import Family
 from moe_jax.convert.files import Weights
 from moe_jax.convert.fused import stored_family
-from moe_jax.convert.hf_config import FILE, ConvertError, HfConfig, read_config, read_json
+from moe_jax.convert.hf_config import FILE, ConvertError, config_in, read_config
 from moe_jax.convert.quantized import quantization_of
 from moe_jax.convert.table import array_slices, disk_shapes
 from moe_jax.files.local_copy import local_outline, url_of
 from moe_jax.telemetry.run_log import FILE_NAME as METRICS
 
+_VISION = ("model.visual.", "vision_model.", "multi_modal_projector.")
 _LEFT_OUT = "its module of multi-token prediction is not read: "
 ORIGIN = "imported_config.json"  # a copy of the config.json of the imported model, in the run's folder
 
@@ -54,11 +55,15 @@ def longest_sequence(config: Config, run: Path) -> int:
     """
     scaling = config.model.rope_scaling
     longest = 0 if scaling.rope_type == "none" else round(scaling.original_max_position_embeddings * scaling.factor)
-    file = run / ORIGIN if (run / ORIGIN).exists() else origin_of(config)
+    file = _origin(config, run)
     if file is not None:
-        hf = HfConfig(read_json(file), str(file))
+        hf = config_in(file)
         longest = hf.with_defaults(family_of(hf).defaults).whole("max_position_embeddings")
     return max(longest, config.data.seq_len)
+
+
+def _origin(config: Config, run: Path) -> Path | None:
+    return run / ORIGIN if (run / ORIGIN).exists() else origin_of(config)
 
 
 @contextmanager
@@ -84,18 +89,31 @@ def open_model(folder: Path, model: ModelConfig, upcycle: bool = False) -> Itera
         yield weights, stored
 
 
-def mtp_left_out(folder: Path, model: ModelConfig) -> str | None:
-    """Return a message if a Hugging Face folder has a module of multi-token prediction that is not read."""
+def left_out(folder: Path, model: ModelConfig) -> str | None:
+    """Return a message on the parts of a model in a Hugging Face folder that are not read; None: there are none."""
     hf = read_config(folder)
-    if model.has_mtp:
-        return None
     with Weights(folder, quantization_of(hf)) as weights:
         names = weights.names()
-    if family_of(hf).holds_mtp and mtp.has_module(names, model):
-        return f"{_LEFT_OUT}model.num_nextn_predict_layers=1 reads it"
-    if mtp.has_foreign_module(names):
-        return f"{_LEFT_OUT}modules of this kind are not built, and the decoder does not need it"
-    return None
+    found = []
+    if not model.has_mtp and family_of(hf).holds_mtp and mtp.has_module(names, model):
+        found.append(f"{_LEFT_OUT}model.num_nextn_predict_layers=1 reads it")
+    elif mtp.has_foreign_module(names):
+        found.append(f"{_LEFT_OUT}modules of this kind are not built, and the decoder does not need it")
+    if vision := sum(name.startswith(_VISION) for name in names):
+        found.append(f"{vision} tensors for images are not read: the model reads text only")
+    return "; ".join(found) or None
+
+
+def family_to_export(config: Config, run: Path, name: str | None) -> Family:
+    """Return the family of this name; None: that of the model that a run began with, or the first one that can hold it.
+
+    Raises ConvertError if there is none.
+    """
+    file = _origin(config, run)
+    if name is None and file is not None:
+        with suppress(ConvertError):
+            return family_that_holds(config.model, family_of(config_in(file)).model_type)
+    return family_that_holds(config.model, name)
 
 
 def check_same(folder: Path, here: ModelConfig, there: ModelConfig) -> None:

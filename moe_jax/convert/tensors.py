@@ -54,6 +54,7 @@ class Tensor:
     axes: str  # the tensor's axes: each is one of our dimensions, several joined by dots, or 1 (an axis of size 1)
     part: TensorRange | None = None
     float32: bool = False  # always written in float32
+    rows: tuple[int, int] | None = None  # of a part of the first axis: where it begins, and the size of the whole axis
 
     @property
     def dims(self) -> list[str]:
@@ -63,7 +64,8 @@ class Tensor:
     def shape(self, ours: Sizes) -> tuple[int, ...]:
         """Return the tensor's shape for the sizes of our dimensions."""
         sizes = self._sizes(ours)
-        return tuple(math.prod(sizes[dim] for dim in axis) for axis in self._axes())
+        first, *rest = (math.prod(sizes[dim] for dim in axis) for axis in self._axes())
+        return (first if self.rows is None else self.rows[1], *rest)
 
     def copy_in(
         self, tensor: ReadableTensor, out: NDArray[Any], dims: Sequence[str], index: Index, ours: Sizes
@@ -84,6 +86,8 @@ class Tensor:
                 read[first] = range(there[first].start, there[first][-1] + 1)
                 inner = math.prod(sizes[dim] for dim in rest)
                 rows.append(slice(read[first].start * inner, read[first].stop * inner))
+            if self.rows is not None:
+                rows[0] = slice(rows[0].start + self.rows[0], rows[0].stop + self.rows[0])
             block = tensor[tuple(rows)].reshape([len(read[dim]) for dim in self.dims])
             wanted = block[tuple(slice_of(there[dim], read[dim].start) for dim in self.dims)]
             order = [self.dims.index(dim) for dim in dims if dim in self.dims]
@@ -93,6 +97,8 @@ class Tensor:
         """Copy our whole array [dims] into its part of `out`, the whole tensor."""
         ours = dict(zip(dims, array.shape, strict=True))
         sizes = self._sizes(ours)
+        if self.rows is not None:
+            out = out[self.rows[0] :][: math.prod(sizes[dim] for dim in self._axes()[0])]
         view = out.reshape([sizes[dim] for dim in self.dims])
         for own, there in self._pieces({dim: range(size) for dim, size in ours.items()}):
             piece = array[tuple(own.get(dim, slice(None)) for dim in dims)]

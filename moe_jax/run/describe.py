@@ -9,7 +9,7 @@ from moe_jax.config import Config
 from moe_jax.config.attention_kernels import unfused_reason
 from moe_jax.config.layer_layout import Stages
 from moe_jax.convert.hf_config import FILE
-from moe_jax.convert.source import mtp_left_out
+from moe_jax.convert.source import left_out
 from moe_jax.distributed.processes import OLDER_EMITTERS
 from moe_jax.files.local_copy import local_path
 from moe_jax.measure.peak import matrix_flops_per_s
@@ -176,7 +176,7 @@ def _initial(run: Run) -> dict[str, str]:
     folder = None if start is None or run.first_step else local_path(start)
     if folder is None or not (folder / FILE).exists():
         return {}
-    message = mtp_left_out(folder, run.config.model)
+    message = left_out(folder, run.config.model)
     return {} if message is None else {"train.init_from": message}
 
 

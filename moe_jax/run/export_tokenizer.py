@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_jax.config import Config
-from moe_jax.convert.hf_config import HfConfig, read_json
+from moe_jax.convert.hf_config import config_in, read_json
 from moe_jax.convert.source import ORIGIN, is_imported, origin_of
 from moe_jax.convert.write import (
     SPECIAL_TOKENS,
@@ -60,7 +60,7 @@ def special_tokens_of(config: Config, run: Path) -> dict[str, Any]:
     """
     file = run / ORIGIN if (run / ORIGIN).exists() else origin_of(config)
     if file is not None:
-        return special_tokens(HfConfig(read_json(file), str(file)))
+        return special_tokens(config_in(file))
     end: int | None = None
     if own := _tokenizer_of_data(config):
         end = own.end_of_text

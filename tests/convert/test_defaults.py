@@ -35,6 +35,7 @@ DEFAULTS = {
     "granitemoe": (1e4, HEADS, 2048),
     "ernie4_5_moe": (5e5, 4, 131_072),
     "qwen3_next": (1e4, 2, 32_768),
+    "qwen3_5_moe_text": (1e4, 2, 32_768),
 }
 
 

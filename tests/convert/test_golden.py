@@ -16,10 +16,13 @@ from moe_jax.models.parameters import in_order
 from tests.convert.golden import GOLDEN, NAMES, expected, model_of, read
 from tests.models.test_decode import logits_of
 
-SAME = {"glm4_moe_lite": "deepseek_v3"}  # another name of the same architecture
+SAME = {
+    "glm4_moe_lite": "deepseek_v3",
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_moe_text_2"), "qwen3_next"),
+}  # other names or files of the same architecture
 
 
-SIZES = [*NAMES, "qwen3_next_2"]  # a second one of a family whose blocks differ
+SIZES = [*NAMES, "qwen3_next_2", "qwen3_5_moe_text_2"]  # a second one of a family whose blocks differ
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -15,7 +15,7 @@ from moe_jax.config.layer_layout import Stages
 from moe_jax.convert.families import family_that_holds
 from moe_jax.convert.hf_config import ConvertError
 from moe_jax.convert.read import read_params
-from moe_jax.convert.source import mtp_left_out, open_model
+from moe_jax.convert.source import left_out, open_model
 from moe_jax.convert.write import write_model
 from moe_jax.models.head import unembed
 from moe_jax.models.transformer import forward
@@ -139,9 +139,9 @@ def test_tensors_come_back_bit_for_bit(tmp_path: Path) -> None:
 def test_a_model_without_the_module_leaves_it_out(tmp_path: Path) -> None:
     folder = with_module(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, params_in(folder, DECODER), read(GOLDEN / "deepseek_v3"))
-    assert mtp_left_out(folder, DECODER)
-    assert not mtp_left_out(folder, MODEL)
-    assert not mtp_left_out(GOLDEN / "deepseek_v3", DECODER)
+    assert left_out(folder, DECODER)
+    assert not left_out(folder, MODEL)
+    assert not left_out(GOLDEN / "deepseek_v3", DECODER)
     write_model(
         tmp_path / "out", DECODER, family_that_holds(DECODER), params_in(folder, DECODER), "float32", 64, folder
     )
@@ -155,8 +155,8 @@ def test_a_module_that_is_not_built_is_left_out_with_a_word(tmp_path: Path) -> N
     save_file(tensors | {"mtp.fc.weight": np.zeros((32, 64), np.float32)}, folder / "model.safetensors")
     model = model_of("qwen3_next")
     jax.tree.map(np.testing.assert_array_equal, params_in(folder, model), read(GOLDEN / "qwen3_next"))
-    assert "is not read: modules of this kind are not built" in (mtp_left_out(folder, model) or "")
-    assert mtp_left_out(GOLDEN / "qwen3_next", model) is None
+    assert "is not read: modules of this kind are not built" in (left_out(folder, model) or "")
+    assert left_out(GOLDEN / "qwen3_next", model) is None
 
 
 def test_copies_may_be_missing_and_must_not_differ(tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ NEXT = {
     "num_experts_per_tok": 3,
     "rms_norm_eps": 1e-4,  # with 1e-6 and larger matrices, logits in float32 are 3e-5 and more from those in float64
 }
+_DELTA = ("Qwen3Next", "Qwen3_5MoeText")
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": (
@@ -241,6 +242,35 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen3_5_moe_text": (
+        "Qwen3_5MoeText",
+        NEXT
+        | {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 16,
+        },
+    ),
+    "qwen3_5_moe_text_2": (
+        "Qwen3_5MoeText",
+        NEXT
+        | {
+            "num_hidden_layers": 3,
+            "head_dim": 8,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_value_heads": 6,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 8,
+            "linear_conv_kernel_dim": 3,
+            "shared_expert_intermediate_size": 24,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5},
+            "tie_word_embeddings": True,
+        },
+    ),
     "qwen2": ("Qwen2", SHARED | {"intermediate_size": 40, "rope_parameters": {"rope_theta": 1e6}}),
     "mistral": ("Mistral", SHARED | {"intermediate_size": 40, "head_dim": 12, "sliding_window": 5}),
     "ernie4_5_moe": (
@@ -265,16 +295,16 @@ def make(family: str, out: Path, others: dict[str, Any]) -> None:
     settings = settings | others
     config = getattr(transformers, f"{prefix}Config")(**settings, attn_implementation="eager")
     torch.manual_seed(0)
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{prefix.removesuffix('Text')}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, leaf in [*model.named_parameters(), *model.named_buffers()]:
             if "inv_freq" in name:
                 continue
             if name.endswith("norm.weight"):
-                is_difference = prefix == "Qwen3Next" and "linear_attn" not in name  # from 1
+                is_difference = prefix in _DELTA and "linear_attn" not in name  # from 1
                 leaf.copy_((not is_difference) + 0.2 * torch.randn(leaf.shape))
             else:
-                matrix_std = (0.7 if prefix == "Qwen3Next" else 1.2) * SHARED["hidden_size"] ** -0.5
+                matrix_std = (0.7 if prefix in _DELTA else 1.2) * SHARED["hidden_size"] ** -0.5
                 leaf.copy_((0.5 if leaf.ndim == 1 else matrix_std) * torch.randn(leaf.shape))
             if "conv1d" in name:
                 leaf.mul_(8)  # norms of small features enlarge round-off
@@ -284,7 +314,7 @@ def make(family: str, out: Path, others: dict[str, Any]) -> None:
                 leaf.mul_(4)  # so that some are clipped
             if family == "mixtral":
                 leaf.copy_(leaf.bfloat16())
-        tokens = torch.randint(0, settings["vocab_size"], (2, 80 if family == "qwen3_next_2" else 24))
+        tokens = torch.randint(0, settings["vocab_size"], (2, 80 if family.endswith("_2") else 24))
         logits = model(tokens).logits
     folder = out / family
     sizes = {"max_shard_size": "40KB"} if family == "mixtral" else {}
