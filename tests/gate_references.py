@@ -100,6 +100,52 @@ def noisy(p, x_TD, moe: MoEConfig, draws: Draws):
     return jnp.where(mask(best, moe.num_experts), weight_TE, 0), prob_TE, best, logit_TE
 
 
+@jax.custom_vjp
+def estimated(logit_TE, prob_TE, expert_T, scale_T):
+    """Weights: the probabilities of the experts drawn, scaled; the logits' gradient is of those without the scale."""
+    return prob_TE[np.arange(len(expert_T)), expert_T] * scale_T
+
+
+def _estimated_back(saved, d_T):
+    prob_TE, expert_T = saved
+    rows = np.arange(len(expert_T))
+    d_TE = -prob_TE * (d_T * prob_TE[rows, expert_T])[:, None]
+    return d_TE.at[rows, expert_T].add(d_T * prob_TE[rows, expert_T]), None, None, None
+
+
+estimated.defvjp(lambda *inputs: (estimated(*inputs), (inputs[1], inputs[2])), _estimated_back)
+
+
+def sparsemixer(p, x_TD, moe: MoEConfig, draws: Draws):
+    logit_TE = linear(p, x_TD)
+    rows, weight_TE = np.arange(len(x_TD)), jnp.zeros(logit_TE.shape)
+    taken_TE, best, keys = np.zeros(logit_TE.shape, bool), [], draws.of_tokens()
+    for choice in range(moe.top_k):
+        logits, prob_TE = fixed(logit_TE), np.zeros(logit_TE.shape, np.float32)
+        expert_T, scale_T = np.zeros(len(x_TD), int), np.ones(len(x_TD), np.float32)
+        for token in rows:
+            own = np.flatnonzero(~taken_TE[token])
+            top = logits[token, own].max()
+            near = [
+                e
+                for e in own
+                if (top - logits[token, e]) <= 2 * moe.router_jitter_noise * max(abs(logits[token, e]), top)
+            ]
+            exp = np.exp(logits[token, near] - top)
+            prob_TE[token, near] = exp / exp.sum()
+            expert_T[token] = first = own[np.argmax(logits[token, own])]
+            if draws.seed_and_step is not None:
+                first_key, second_key = (jax.random.fold_in(keys[token], 2 * choice + stream) for stream in (0, 1))
+                noise_E = jax.random.gumbel(first_key, (moe.num_experts,))
+                expert_T[token] = near[np.argmax(logits[token, near] + np.asarray(noise_E)[near])]
+                is_scaled = expert_T[token] != first and jax.random.uniform(second_key, (1,))[0] <= 0.75
+                scale_T[token] = 1 / 3 if is_scaled else 1
+        weight_TE = weight_TE.at[rows, expert_T].add(estimated(logit_TE, jnp.asarray(prob_TE), expert_T, scale_T))
+        taken_TE[rows, expert_T] = True
+        best.append(expert_T)
+    return weight_TE * moe.routed_scaling_factor, jax.nn.softmax(logit_TE), np.stack(best, axis=1), logit_TE
+
+
 def xmoe(p, x_TD, moe: MoEConfig, draws: Draws):
     low_Tr = x_TD @ p["router_projection"]
     lengths = jnp.linalg.norm(low_Tr, axis=1)[:, None] * jnp.linalg.norm(p["router"], axis=0)
@@ -160,6 +206,7 @@ GATES = {
     "sigmoid": sigmoid,
     "gpt_oss": gpt_oss,
     "noisy": noisy,
+    "sparsemixer": sparsemixer,
     "xmoe": xmoe,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,

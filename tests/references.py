@@ -39,22 +39,33 @@ def norm(x, scale, eps):
     return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + eps) * scale
 
 
+def block_norm(p, x, model: ModelConfig):
+    """The norm before attention, an MLP or experts, or the last one."""
+    if model.normalization == "layernorm":
+        mean, deviation = x.mean(-1, keepdims=True), jnp.sqrt(x.var(-1, keepdims=True) + model.rms_norm_eps)
+        return (x - mean) / deviation * p["norm"] + p["norm_bias"]
+    return norm(x, p["norm"], model.rms_norm_eps)
+
+
 def rope(x_NK, model: ModelConfig):
     """Pairs (i, i + K/2) as complex numbers, turned by position · frequency."""
     n, width = x_NK.shape
     half = width // 2
-    angle = np.outer(np.arange(n), [frequency(pair, half, model) for pair in range(half)])
+    angle = np.outer(np.arange(n), [frequency(pair, half, model, n) for pair in range(half)])
     z = (x_NK[:, :half] + 1j * x_NK[:, half:]) * np.exp(1j * angle) * model.rope_scaling.attention_factor
     return jnp.concatenate([z.real, z.imag], axis=-1).astype(jnp.float32)
 
 
-def frequency(pair: int, pairs: int, model: ModelConfig) -> float:
-    """The scaled frequency of one pair of features."""
+def frequency(pair: int, pairs: int, model: ModelConfig, length: int) -> float:
+    """The scaled frequency of one pair of features, in sequences of a length."""
     plain, scaling = model.rope_theta ** (-pair / pairs), model.rope_scaling
     if scaling.rope_type == "none":
         return plain
     if scaling.rope_type == "linear":
         return plain / scaling.factor
+    if scaling.rope_type == "longrope":
+        is_short = length <= scaling.original_max_position_embeddings
+        return plain / (scaling.short_factor if is_short else scaling.long_factor)[pair]
     turns = scaling.original_max_position_embeddings * plain / math.tau
     if scaling.rope_type == "llama3":
         kept = (turns - scaling.slow_turns) / (scaling.fast_turns - scaling.slow_turns)
@@ -74,7 +85,7 @@ def frequency(pair: int, pairs: int, model: ModelConfig) -> float:
 
 def attention(p, x_ND, model: ModelConfig, block: int):
     """One sequence, one head at a time."""
-    h = norm(x_ND, p["norm"], model.rms_norm_eps)
+    h = block_norm(p, x_ND, model)
     if "conv" in p:
         return delta_net(p, h, model)
     heads = (latent_heads if model.latent.kv_lora_rank else grouped_heads)(p, h, model, block)
@@ -374,7 +385,7 @@ def objective(
         attend = functools.partial(attention, p["attention"], model=model, block=view)
         y = jax.vmap(attend)(x) if end_of_text is None else by_document(attend, x, token_BN1, end_of_text)
         x = x + added * y
-        h = norm(x, p["norm"], model.rms_norm_eps)
+        h = block_norm(p, x, model)
         if "mlp" in p:
             x = x + added * mlp(p["mlp"], h)
             continue
@@ -387,9 +398,10 @@ def objective(
         counts_ME = np.vstack([counts_ME.reshape(-1, count_E.size), count_E])
     balances = load_balance(choices, counts_ME, model.moe, len(x)) if choices else 0.0
     head = params["embedding"].T if model.tie_word_embeddings else params["head"]
+    bias = params["head_bias"] if model.head_bias else 0.0
     mtp_loss = 0.0
     if model.num_nextn_predict_layers:
-        logits = norm(x, params["mtp_norm"], model.rms_norm_eps) @ head / model.logits_scaling
+        logits = norm(x, params["mtp_norm"], model.rms_norm_eps) @ head / model.logits_scaling + bias
         picked = jnp.take_along_axis(jax.nn.log_softmax(logits)[:, :-1], token_BN1[:, 2:, None], axis=-1)
         is_counted = np.ones(token_BN1[:, 2:].shape)
         if end_of_text is not None:
@@ -397,7 +409,7 @@ def objective(
         if text is not None:
             is_counted = is_counted & text.is_text_BN1[:, 2:]
         mtp_loss, x = -(picked[..., 0] * is_counted).mean() / mtp_share, decoded
-    logits = norm(x, params["norm"], model.rms_norm_eps) @ head / model.logits_scaling
+    logits = block_norm(params, x, model) @ head / model.logits_scaling + bias
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), token_BN1[:, 1:, None], axis=-1)
     is_counted = np.ones(token_BN1[:, 1:].shape) if end_of_text is None else token_BN1[:, :-1] != end_of_text
     if text is not None:

@@ -308,6 +308,29 @@ REFUSED = {
         "llama3, "
         "or model.rope_scaling.factor=1.0"
     ),
+    "model.rope_scaling.short_factor=[1,2]": (
+        "model.rope_scaling.short_factor is of model.rope_scaling.rope_type=longrope, which is none: set that, or "
+        "model.rope_scaling.short_factor=[]"
+    ),
+    "model.rope_scaling.rope_type=yarn model.rope_scaling.long_factor=2": (
+        "model.rope_scaling.long_factor is of model.rope_scaling.rope_type=longrope, which is yarn: set that, or "
+        "model.rope_scaling.long_factor=[]"
+    ),
+    "model.head_dim=4 model.rope_scaling.rope_type=longrope model.rope_scaling.short_factor=[1,2]": (
+        "model.rope_scaling.long_factor has 0 numbers, and model.rope_scaling.rope_type=longrope scales 2 pairs of "
+        "features: use 2"
+    ),
+    "model.head_dim=4 model.rope_scaling.rope_type=longrope model.rope_scaling.short_factor=[1,0]": (
+        "model.rope_scaling.short_factor[1]=0.0 must be above 0"
+    ),
+    "model.normalization=layernorm model.rms_norm_zero_centered=true": (
+        "model.rms_norm_zero_centered=True is for RMSNorms, and model.normalization=layernorm: use "
+        "model.rms_norm_zero_centered=false, or model.normalization=rmsnorm"
+    ),
+    "model.normalization=layernorm model.num_nextn_predict_layers=1": (
+        "model.num_nextn_predict_layers=1 has RMSNorms, and model.normalization=layernorm: use "
+        "model.num_nextn_predict_layers=0, or model.normalization=rmsnorm"
+    ),
     "model.rope_scaling.rope_type=llama3 model.rope_scaling.slow_turns=32": (
         "model.rope_scaling.slow_turns=32.0 must be below model.rope_scaling.fast_turns=32.0"
     ),
@@ -530,8 +553,9 @@ REFUSED = {
         "use exchange.algorithm=flat"
     ),
     "model.moe.gate=noisey": (
-        "model.moe.gate=noisey must be softmax, sigmoid, gpt_oss, noisy, xmoe, deepseek_v2, deepseek_v3, hash, random, "
-        "batch_prioritised, expert_choice, softmoe or balanced, or package.module:name: did you mean noisy?"
+        "model.moe.gate=noisey must be softmax, sigmoid, gpt_oss, noisy, sparsemixer, xmoe, deepseek_v2, deepseek_v3, "
+        "hash, random, batch_prioritised, expert_choice, softmoe or balanced, or package.module:name: did you mean "
+        "noisy?"
     ),
     "model.moe.n_group=2": (
         "model.moe.n_group=2 is of gate deepseek_v2 and deepseek_v3, and model.moe.gate=softmax: "
@@ -540,6 +564,19 @@ REFUSED = {
     "model.moe.router_rank=4": (
         "model.moe.router_rank=4 is of gate xmoe, and model.moe.gate=softmax: "
         "set model.moe.gate=xmoe, or model.moe.router_rank=null"
+    ),
+    "model.moe.router_jitter_noise=0.1": (
+        "model.moe.router_jitter_noise=0.1 is of gate sparsemixer, and model.moe.gate=softmax: "
+        "set model.moe.gate=sparsemixer, or model.moe.router_jitter_noise=0.01"
+    ),
+    "model.moe.router_jitter_noise=0": "model.moe.router_jitter_noise=0.0 must be above 0",
+    "model.moe.gate=sparsemixer model.moe.norm_topk_prob=false": (
+        "model.moe.norm_topk_prob=false has no effect with model.moe.gate=sparsemixer, which never divides weights by "
+        "their sum: use model.moe.norm_topk_prob=true, or another gate"
+    ),
+    "model.moe.gate=sparsemixer model.moe.top_k=1 model.moe.norm_top1_prob=true": (
+        "model.moe.norm_top1_prob=true has no effect with model.moe.gate=sparsemixer: use model.moe.gate=softmax, or "
+        "model.moe.norm_top1_prob=false"
     ),
     "model.moe.slots_per_expert=4": (
         "model.moe.slots_per_expert=4 is of gate softmoe, and model.moe.gate=softmax: "

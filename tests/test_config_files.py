@@ -18,6 +18,7 @@ from moe_jax.config import (
     ModelConfig,
     MoEConfig,
     OptimizerConfig,
+    RopeScalingConfig,
     TrainConfig,
 )
 from moe_jax.config.renamed import RENAMED
@@ -55,6 +56,12 @@ CONFIGS = {
                 DataSource(path="a.txt", weight=1.0, name="web"),
                 DataSource(path="b", weight=0.0, weight_schedule=((10.0, 0.5), (20.0, 2.0))),
             ),
+        )
+    ),
+    "long positions": Config(
+        model=ModelConfig(
+            head_dim=4,
+            rope_scaling=RopeScalingConfig(rope_type="longrope", short_factor=(1.0, 1.5), long_factor=(1.0, 9.25)),
         )
     ),
     "long": Config(train=TrainConfig(steps=2**31 - 1, seed=2**31 - 1), data=DataConfig(validation_fraction=1 / 3)),
@@ -143,11 +150,20 @@ FIXED = {
     *("optimizer.newton_schulz_steps", "optimizer.newton_schulz_dtype"),
     *(
         f"model.moe.{name}"
-        for name in ("n_group", "topk_group", "router_rank", "slots_per_expert", "shared_gate", "norm_top1_prob")
+        for name in (
+            "n_group",
+            "topk_group",
+            "router_rank",
+            "slots_per_expert",
+            "shared_gate",
+            "norm_top1_prob",
+            "router_jitter_noise",
+        )
     ),
     *(f"model.delta_net.{name}" for name in ("num_key_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")),
     "model.delta_net.full_attention_interval",
     *(f"model.rope_scaling.{name}" for name in ("factor", "attention_factor", "mscale_all_dim")),
+    *("model.rope_scaling.short_factor", "model.rope_scaling.long_factor"),
     *("train.upcycle", "train.mtp_loss_scaling_factor", "train.mtp_loss_schedule"),
 }
 

@@ -52,6 +52,7 @@ class GateFacts(Facts):
     group_scorers: int | None = None  # the number of experts whose scores rank a group of experts; None: no groups
     for_timing_only: bool = False  # the choice depends on nothing learned and on no token: a run reports it
     sums_to_1: bool = False  # a token's weights always sum to 1, so that with k = 1 the router gets no gradient
+    ignores_norm: bool = False  # weights are never divided by their sum, whatever model.moe.norm_topk_prob says
     sampled_as: tuple[tuple[str, str | bool], ...] = ()  # settings of model.moe that route a single token when sampling
 
     @property

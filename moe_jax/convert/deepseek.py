@@ -144,7 +144,7 @@ def attention_rows(model: ModelConfig) -> list[Tensor]:
     key = TensorRange("head", plain + width, (range(plain),))
     value = TensorRange("head", plain + width, (range(plain, plain + width),))
     return [
-        *norm_rows(),
+        *norm_rows(model),
         *queries,
         Tensor(latents, "attention.kv_latent", "latent model", TensorRange("latent", rank + rotated, (range(rank),))),
         Tensor(latents, "attention.rope_key", "head model", TensorRange("head", rank + rotated, halves(rotated, rank))),

@@ -21,6 +21,7 @@ from moe_jax.convert import (
     mistral,
     mixtral,
     olmoe,
+    phimoe,
     qwen2,
     qwen2_moe,
     qwen3,
@@ -34,13 +35,13 @@ from moe_jax.convert.hf_config import ConvertError, HfConfig
 _MODULES = (
     *(mixtral, llama, qwen3, qwen2, mistral, qwen3_moe, olmoe, qwen2_moe, deepseek_v3, deepseek_v2, gpt_oss),
     *(dots1, glm4_moe, minimax_m2, ernie4_5_moe, granitemoe, glm4_moe_lite, hunyuan_v1_moe, qwen3_next, qwen3_5_moe),
+    phimoe,
 )
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 _BY_TYPE = FAMILIES | {name: family for family in FAMILIES.values() for name in family.aliases}
 
 # families that are not supported, and the first of their features that there is not
 _NOT_BUILT = {
-    "phimoe": "sparsemixer routing (Phi-3.5-MoE)",
     **dict.fromkeys(("llama4", "llama4_text"), "attention in chunks (Llama 4)"),
     "minimax": "lightning attention (MiniMax-01)",
     "kimi_linear": "delta net that decays each feature by itself (Kimi Linear)",
@@ -144,7 +145,7 @@ def _effective_settings(model: ModelConfig) -> dict[str, Any]:
             found["moe.first_k_dense_replace"], found["moe.moe_layer_freq"] = pattern
         found["moe.norm_top1_prob"] = model.moe.divides_by_sum
         unused.add("moe.norm_topk_prob" if model.moe.top_k == 1 else "moe.norm_top1_prob")
-        if model.moe.gate_facts.sums_to_1:
+        if model.moe.gate_facts.sums_to_1 or model.moe.gate_facts.ignores_norm:
             unused |= {"moe.norm_topk_prob", "moe.norm_top1_prob"}
     found["moe.score_bias"] = model.moe.num_experts > 0 and SCORE_BIAS.name in gate_parameters(model)
     return {name: _UNUSED if name in unused else value for name, value in found.items()}

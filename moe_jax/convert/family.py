@@ -44,17 +44,23 @@ def unstacked_rows(model: ModelConfig) -> list[Tensor]:
     head = [] if model.tie_word_embeddings else [Tensor("lm_head.weight", "head", "vocab model")]
     return [
         Tensor("model.embed_tokens.weight", "embedding", "vocab model"),
-        Tensor("model.norm.weight", "norm", "model"),
+        *_norm_rows(model, "model.norm", ""),
         *head,
+        *([Tensor("lm_head.bias", "head_bias", "vocab")] if model.head_bias else []),
     ]
 
 
-def norm_rows() -> list[Tensor]:
+def norm_rows(model: ModelConfig) -> list[Tensor]:
     """Return the rows of a block's two norms: before attention, and before the MLP or experts."""
     return [
-        Tensor("input_layernorm.weight", "attention.norm", "model"),
-        Tensor("post_attention_layernorm.weight", "norm", "model"),
+        *_norm_rows(model, "input_layernorm", "attention."),
+        *_norm_rows(model, "post_attention_layernorm", ""),
     ]
+
+
+def _norm_rows(model: ModelConfig, name: str, place: str) -> list[Tensor]:
+    bias = [Tensor(f"{name}.bias", f"{place}norm_bias", "model")] if model.normalization == "layernorm" else []
+    return [Tensor(f"{name}.weight", f"{place}norm", "model"), *bias]
 
 
 def attention_rows(model: ModelConfig) -> list[Tensor]:
@@ -75,7 +81,7 @@ def attention_rows(model: ModelConfig) -> list[Tensor]:
             for n, (own, axis) in heads.items()
             if n != "v"
         ]
-    return [*norm_rows(), *rows]
+    return [*norm_rows(model), *rows]
 
 
 def mlp_rows(

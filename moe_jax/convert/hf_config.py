@@ -84,6 +84,13 @@ class HfConfig:
             raise self._wrong(name, value, "a list")
         return value
 
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """Return a list of finite numbers."""
+        value = self._first((name,), None)
+        if not isinstance(value, list) or not all(type(each) in (int, float) and math.isfinite(each) for each in value):
+            raise self._wrong(name, value, "a list of numbers")
+        return tuple(map(float, value))
+
     def listed_or_none(self, name: str) -> list[Any] | None:
         """Return a list, or None if the setting is missing or no list."""
         value = self._values.get(name)

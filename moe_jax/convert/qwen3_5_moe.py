@@ -32,7 +32,7 @@ def _delta_block(model: ModelConfig, kind: str) -> list[Tensor]:
     delta, name = model.delta_net, "linear_attn.in_proj_"
     widths = (delta.key_width, delta.key_width, delta.value_width)
     return [
-        *norm_rows(),
+        *norm_rows(model),
         *_parts(f"{name}qkv.weight", ("query", "key", "value"), widths),
         *(
             Tensor(f"{name}{part}.weight", f"attention.{path}", "kv_heads.head model")

@@ -108,7 +108,7 @@ def _delta_block(model: ModelConfig, kind: str) -> list[Tensor]:
     delta, name = model.delta_net, "linear_attn"
     keys, values = delta.key_head_dim, delta.group * delta.value_head_dim
     return [
-        *norm_rows(),
+        *norm_rows(model),
         *_parts(f"{name}.in_proj_qkvz.weight", ("query", "key", "value", "gate"), (keys, keys, values, values)),
         *_parts(f"{name}.in_proj_ba.weight", ("rate", "step"), (delta.group, delta.group)),
         *delta_rows(),

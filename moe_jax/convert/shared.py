@@ -8,10 +8,10 @@ from moe_jax.convert.quantized import quantization_of
 from moe_jax.convert.rope import hf_rope, rope_settings
 
 
-def shared_settings(hf: HfConfig, partial_rotation: bool = False) -> dict[str, Any]:
+def shared_settings(hf: HfConfig, partial_rotation: bool = False, longrope: bool = False) -> dict[str, Any]:
     """Return the arguments of ModelConfig that are the same for all families.
 
-    `partial_rotation`: the family may rotate only part of a head's features.
+    `partial_rotation`: the family may rotate only part of a head's features. `longrope`: see `rope_settings`.
     """
     hf.only("hidden_act", "silu")
     quantization_of(hf)
@@ -24,7 +24,7 @@ def shared_settings(hf: HfConfig, partial_rotation: bool = False) -> dict[str, A
         "num_attention_heads": heads,
         "rms_norm_eps": hf.number("rms_norm_eps"),
         "tie_word_embeddings": hf.flag("tie_word_embeddings", False),
-        **rope_settings(hf, partial_rotation),
+        **rope_settings(hf, partial_rotation, longrope),
     }
 
 

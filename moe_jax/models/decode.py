@@ -19,7 +19,7 @@ from moe_jax.models import moe as moe_layer
 from moe_jax.models.attention import attend_cached, kind_of
 from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.models.head import unembed
-from moe_jax.models.layers import mlp, norm, scaled
+from moe_jax.models.layers import block_norm, mlp, scaled
 from moe_jax.models.sampling import Sampling, draw
 from moe_jax.models.transformer import ComputeConfig, embed
 
@@ -201,7 +201,7 @@ def _period(
         y_BND, block_cache = extend(block["attention"], x_BND, cache[place], view=view)
         updated.append(block_cache)
         x_BND += y_BND
-        h_BND = norm(x_BND, block["norm"], model)
+        h_BND = block_norm(block, x_BND, model)
         own = inputs.above(iteration * len(segment.kinds) + place)
         x_BND += scaled(_feed_forward(block, h_BND, model, compute, own), model.residual_multiplier)
     return x_BND, updated

@@ -3,7 +3,7 @@
 The loss is the cross-entropy, and the z-loss of the logits if it has a weight (PaLM, Chowdhery et al. 2022, section 5).
 
 B sequences of this device, of which it has n tokens each, T = B·n; K chunks of c tokens; D model width, V vocabulary; S
-sources of a mixture.
+sources of a mixture. A *head* is its matrix and its bias, which is None if there is none.
 """
 
 from functools import partial
@@ -15,14 +15,33 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.config import Config, ModelConfig
 from moe_jax.config.loss_chunks import tokens_of_chunk
-from moe_jax.models.layers import norm, scaled, wide_matmul
+from moe_jax.models.layers import block_norm, scaled, wide_matmul
 from moe_jax.parallel.trees import Tree
 
 _SCOPE = "cross_entropy"
 NO_TARGET = -1  # a token whose prediction is not counted, or that pads the last chunk
 SOURCE_STEP = 1 << 24  # a target of source s is the token + s · SOURCE_STEP, if the form has sources
-_Gradients = tuple[jax.Array, jax.Array]
-_Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]
+
+
+class Head(NamedTuple):
+    """The parameters of the head."""
+
+    matrix_DV: Float[Array, "D V"]
+    bias_V: Float[Array, " V"] | None
+
+    def logits(self, h_TD: Float[Array, "*T D"]) -> Float[Array, "*T V"]:
+        """Return logits in float32."""
+        logit_TV = wide_matmul(h_TD, self.matrix_DV)
+        return logit_TV if self.bias_V is None else logit_TV + self.bias_V
+
+    def gradients(self, h_TD: Float[Array, "T D"], d_logit_TV: Float[Array, "T V"]) -> "Head":
+        """Return the gradients in float32, from those of the logits in the precision of `h_TD`."""
+        d_bias_V = None if self.bias_V is None else d_logit_TV.astype(jnp.float32).sum(axis=0)
+        return Head(wide_matmul(h_TD.T, d_logit_TV), d_bias_V)
+
+
+_Gradients = tuple[jax.Array, Head]
+_Residuals = tuple[jax.Array, Head, jax.Array, jax.Array, jax.Array, jax.Array | None]
 
 
 class LossForm(NamedTuple):
@@ -66,7 +85,7 @@ class HeadLoss(NamedTuple):
 
 def unembed(params: Tree, x_BnD: Float[Array, "B n D"], model: ModelConfig) -> Float[Array, "B n V"]:
     """Return logits in float32."""
-    return wide_matmul(_features(params, x_BnD, model), _matrix(params, model))
+    return _head(params, model).logits(_features(params, x_BnD, model))
 
 
 def head_loss(
@@ -83,73 +102,66 @@ def head_loss(
     SOURCE_STEP.
     """
     h_TD = _features(params, x_BnD, model).reshape(-1, model.hidden_size)
-    matrix = _matrix(params, model)
+    head = _head(params, model)
     chunk = tokens_of_chunk(target_Bn.size, model.vocab_size, loss_chunk)
     if chunk == target_Bn.size:
         with jax.named_scope(_SCOPE):
-            return _at_once(form, h_TD, matrix, target_Bn.ravel())
+            return _at_once(form, h_TD, head, target_Bn.ravel())
     padding = -target_Bn.size % chunk
     h_KcD = jnp.pad(h_TD, ((0, padding), (0, 0))).reshape(-1, chunk, model.hidden_size)
     target_Kc = jnp.pad(target_Bn.ravel(), (0, padding), constant_values=NO_TARGET).reshape(-1, chunk)
     with jax.named_scope(_SCOPE):
-        return _by_chunks(form, h_KcD, matrix, target_Kc)
+        return _by_chunks(form, h_KcD, head, target_Kc)
 
 
 def _features(params: Tree, x_BnD: Float[Array, "B n D"], model: ModelConfig) -> Float[Array, "B n D"]:
     """Return the normed features of tokens, divided by the divisor of the logits."""
-    return scaled(norm(x_BnD, params["norm"], model), 1 / model.logits_scaling)
+    return scaled(block_norm(params, x_BnD, model), 1 / model.logits_scaling)
 
 
-def _matrix(params: Tree, model: ModelConfig) -> Float[Array, "D V"]:
-    matrix: jax.Array = params["embedding"].T if model.tie_word_embeddings else params["head"]
-    return matrix
+def _head(params: Tree, model: ModelConfig) -> Head:
+    return Head(params["embedding"].T if model.tie_word_embeddings else params["head"], params.get("head_bias"))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _at_once(
-    form: LossForm, h_TD: Float[Array, "T D"], head_DV: Float[Array, "D V"], target_T: Int[Array, " T"]
-) -> HeadLoss:
+def _at_once(form: LossForm, h_TD: Float[Array, "T D"], head: Head, target_T: Int[Array, " T"]) -> HeadLoss:
     """Compute the loss of all tokens at once.
 
     In differentiation, the exponentials of the logits, and then their gradient, re-use the memory of the logits.
     Autodiff would scatter the part of the target into an array of the same size, and XLA:CPU would copy all of that
     transposed.
     """
-    return _at_once_forward(form, h_TD, head_DV, target_T)[0]
+    return _at_once_forward(form, h_TD, head, target_T)[0]
 
 
-def _at_once_forward(
-    form: LossForm, h_TD: jax.Array, head_DV: jax.Array, target_T: jax.Array
-) -> tuple[HeadLoss, _Residuals]:
+def _at_once_forward(form: LossForm, h_TD: jax.Array, head: Head, target_T: jax.Array) -> tuple[HeadLoss, _Residuals]:
     target_T, source_T = _decoded(target_T, form)
-    loss_T, lse_T, exp_TV, sum_T = _losses(wide_matmul(h_TD, head_DV), target_T, form)
-    return _total(_sums(loss_T, lse_T, source_T, form), form), (h_TD, head_DV, target_T, exp_TV, sum_T, lse_T)
+    loss_T, lse_T, exp_TV, sum_T = _losses(head.logits(h_TD), target_T, form)
+    return _total(_sums(loss_T, lse_T, source_T, form), form), (h_TD, head, target_T, exp_TV, sum_T, lse_T)
 
 
-def _at_once_backward(form: LossForm, residuals: _Residuals, d: HeadLoss) -> tuple[jax.Array, jax.Array, None]:
-    h_TD, head_DV, target_T, exp_TV, sum_T, lse_T = residuals
+def _at_once_backward(form: LossForm, residuals: _Residuals, d: HeadLoss) -> tuple[jax.Array, Head, None]:
+    h_TD, head, target_T, exp_TV, sum_T, lse_T = residuals
     d_logit_TV = (_logit_gradients(exp_TV, sum_T, lse_T, target_T, form) * d.total).astype(h_TD.dtype)
-    d_head_DV = wide_matmul(h_TD.T, d_logit_TV).astype(head_DV.dtype)
-    return d_logit_TV @ head_DV.astype(h_TD.dtype).T, d_head_DV, None
+    d_head = jax.tree.map(lambda d, own: d.astype(own.dtype), head.gradients(h_TD, d_logit_TV), head)
+    return d_logit_TV @ head.matrix_DV.astype(h_TD.dtype).T, d_head, None
 
 
 _at_once.defvjp(_at_once_forward, _at_once_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _by_chunks(
-    form: LossForm, h_KcD: Float[Array, "K c D"], head_DV: Float[Array, "D V"], target_Kc: Int[Array, "K c"]
-) -> HeadLoss:
+def _by_chunks(form: LossForm, h_KcD: Float[Array, "K c D"], head: Head, target_Kc: Int[Array, "K c"]) -> HeadLoss:
     """Compute the loss chunk by chunk.
 
     In differentiation, the gradient of a chunk's logits is used as soon as it exists, so no logits are computed twice.
     """
-    head = head_DV.astype(h_KcD.dtype)
+    head = head._replace(matrix_DV=head.matrix_DV.astype(h_KcD.dtype))
 
     def add_chunk(sums: LossTerms, chunk: tuple[jax.Array, jax.Array]) -> tuple[LossTerms, None]:
         h_cD, target_c = chunk
         target_c, source_c = _decoded(target_c, form)
-        loss_c, lse_c, _, _ = _losses(wide_matmul(h_cD, head), target_c, form)
+        loss_c, lse_c, _, _ = _losses(head.logits(h_cD), target_c, form)
         return jax.tree.map(jnp.add, sums, _sums(loss_c, lse_c, source_c, form)), None
 
     return _total(jax.lax.scan(add_chunk, no_loss(form), (h_KcD, target_Kc))[0], form)
@@ -218,28 +230,29 @@ def _logit_gradients(
     return exp_cV * scale_c[:, None] - (jnp.arange(exp_cV.shape[1]) == target_c[:, None])
 
 
-def _forward(form: LossForm, h_KcD: jax.Array, head_DV: jax.Array, target_Kc: jax.Array) -> tuple[HeadLoss, _Gradients]:
-    head = head_DV.astype(h_KcD.dtype)
+def _forward(form: LossForm, h_KcD: jax.Array, head: Head, target_Kc: jax.Array) -> tuple[HeadLoss, _Gradients]:
+    stored, head = head, head._replace(matrix_DV=head.matrix_DV.astype(h_KcD.dtype))
 
     def add_chunk(
-        sums: tuple[LossTerms, jax.Array], chunk: tuple[jax.Array, jax.Array]
-    ) -> tuple[tuple[LossTerms, jax.Array], jax.Array]:
-        (terms, d_head_DV), (h_cD, target_c) = sums, chunk
+        sums: tuple[LossTerms, Head], chunk: tuple[jax.Array, jax.Array]
+    ) -> tuple[tuple[LossTerms, Head], jax.Array]:
+        (terms, d_head), (h_cD, target_c) = sums, chunk
         target_c, source_c = _decoded(target_c, form)
-        loss_c, lse_c, exp_cV, sum_c = _losses(wide_matmul(h_cD, head), target_c, form)
+        loss_c, lse_c, exp_cV, sum_c = _losses(head.logits(h_cD), target_c, form)
         d_logit_cV = _logit_gradients(exp_cV, sum_c, lse_c, target_c, form).astype(h_cD.dtype)
         terms = jax.tree.map(jnp.add, terms, _sums(loss_c, lse_c, source_c, form))
-        return (terms, d_head_DV + wide_matmul(h_cD.T, d_logit_cV)), d_logit_cV @ head.T
+        d_head = jax.tree.map(jnp.add, d_head, head.gradients(h_cD, d_logit_cV))
+        return (terms, d_head), d_logit_cV @ head.matrix_DV.T
 
-    initial = no_loss(form), jnp.zeros(head_DV.shape, jnp.float32)
-    (terms, d_head_DV), dh_KcD = jax.lax.scan(add_chunk, initial, (h_KcD, target_Kc))
-    return _total(terms, form), (dh_KcD, d_head_DV.astype(head_DV.dtype))
+    initial = no_loss(form), jax.tree.map(lambda own: jnp.zeros(own.shape, jnp.float32), head)
+    (terms, d_head), dh_KcD = jax.lax.scan(add_chunk, initial, (h_KcD, target_Kc))
+    return _total(terms, form), (dh_KcD, jax.tree.map(lambda d, own: d.astype(own.dtype), d_head, stored))
 
 
-def _backward(form: LossForm, gradients: _Gradients, d: HeadLoss) -> tuple[jax.Array, jax.Array, None]:
+def _backward(form: LossForm, gradients: _Gradients, d: HeadLoss) -> tuple[jax.Array, Head, None]:
     # d.total itself in half precision would scale all by a rounding error
-    dh_KcD, d_head_DV = ((each.astype(jnp.float32) * d.total).astype(each.dtype) for each in gradients)
-    return dh_KcD, d_head_DV, None
+    dh_KcD, d_head = jax.tree.map(lambda each: (each.astype(jnp.float32) * d.total).astype(each.dtype), gradients)
+    return dh_KcD, d_head, None
 
 
 _by_chunks.defvjp(_forward, _backward)

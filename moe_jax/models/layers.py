@@ -1,7 +1,7 @@
 """Small functions that every block uses. D model width, F hidden width, R rows."""
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,23 @@ def norm_weight(weight: Float[Array, "*D"], model: ModelConfig) -> Float[Array, 
 def norm(x: Float[Array, "... D"], weight: Float[Array, " D"], model: ModelConfig) -> Float[Array, "... D"]:
     """Apply an RMSNorm of a model."""
     return rms_norm(x, norm_weight(weight, model), model.rms_norm_eps)
+
+
+def block_norm(params: Mapping[str, Any], x: Float[Array, "... D"], model: ModelConfig) -> Float[Array, "... D"]:
+    """Apply the norm before attention, an MLP or experts, or the last one: an RMSNorm, or with a bias a LayerNorm."""
+    if "norm_bias" not in params:
+        return norm(x, params["norm"], model)
+    return layer_norm(x, params["norm"], params["norm_bias"], model.rms_norm_eps)
+
+
+def layer_norm(
+    x: Float[Array, "... D"], scale: Float[Array, " D"], bias: Float[Array, " D"], eps: float
+) -> Float[Array, "... D"]:
+    """Return (x − mean) / deviation · scale + bias, computed in float32 (Ba et al. 2016)."""
+    wide = x.astype(jnp.float32)
+    centered = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    inverse_deviation = jax.lax.rsqrt(jnp.mean(jnp.square(centered), axis=-1, keepdims=True) + eps)
+    return (centered * inverse_deviation * scale + bias).astype(x.dtype)
 
 
 def scaled(x: jax.Array, factor: float) -> jax.Array:

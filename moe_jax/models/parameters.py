@@ -41,6 +41,12 @@ class _Declare:
         """Return the weights of a norm that changes nothing."""
         return self.constant(0.0 if self._zero_centered else 1.0, **dims)
 
+    def norm_of(self, module: nnx.Module, model: ModelConfig) -> None:
+        """Give a module the norm of its input, or of the model's output: `norm`, of a LayerNorm also `norm_bias`."""
+        module.norm = self.scale(model=model.hidden_size)
+        if model.normalization == "layernorm":
+            module.norm_bias = self.offset(model=model.hidden_size)
+
     def uniform(self, least: float, most: float, **dims: int) -> nnx.Param:
         """Return random numbers between two others."""
         shape, names = self._stacked(dims)
@@ -73,7 +79,7 @@ class GroupedAttention(nnx.Module):
 
     def __init__(self, model: ModelConfig, declare: _Declare):
         width, in_std = model.head_width, model.hidden_size**-0.5
-        self.norm = declare.scale(model=model.hidden_size)
+        declare.norm_of(self, model)
         self.query = declare.matrix(in_std, model=model.hidden_size, heads=model.num_attention_heads, head=width)
         self.key = declare.matrix(in_std, model=model.hidden_size, kv_heads=model.kv_heads, head=width)
         self.value = declare.matrix(in_std, model=model.hidden_size, kv_heads=model.kv_heads, head=width)
@@ -102,7 +108,7 @@ class LatentAttention(nnx.Module):
         d, heads, latent = model.hidden_size, model.num_attention_heads, model.latent
         rank, q_rank = latent.kv_lora_rank, latent.q_lora_rank
         assert rank is not None, "a model with latents"
-        self.norm = declare.scale(model=d)
+        declare.norm_of(self, model)
         source = {"model": d}
         if q_rank is not None:
             self.query_latent = declare.matrix(d**-0.5, model=d, latent=q_rank)
@@ -129,7 +135,7 @@ class DeltaNet(nnx.Module):
         def projection(features: int) -> nnx.Param:
             return declare.matrix(in_std, model=d, kv_heads=delta.key_heads, head=features)
 
-        self.norm = declare.scale(model=d)
+        declare.norm_of(self, model)
         self.query, self.key = projection(delta.key_head_dim), projection(delta.key_head_dim)
         self.value, self.gate = projection(values), projection(values)
         self.rate, self.step = projection(delta.group), projection(delta.group)
@@ -201,7 +207,7 @@ class Block(nnx.Module):
     def __init__(self, kind: str, view: AttentionView, model: ModelConfig, declare: _Declare, is_mtp: bool = False):
         attention = LatentAttention if model.has_latents else GroupedAttention
         self.attention = (DeltaNet if view.is_delta else attention)(model, declare)
-        self.norm = declare.scale(model=model.hidden_size)
+        declare.norm_of(self, model)
         if kind == "moe":
             self.moe = MoELayer(model, declare)
         else:
@@ -223,11 +229,13 @@ class Transformer(nnx.Module):
             )
             for number, segment in enumerate(segments(model))
         )
-        self.norm = declare.scale(model=model.hidden_size)
+        declare.norm_of(self, model)
         if model.has_mtp:
             self.mtp_norm = declare.scale(model=model.hidden_size)  # the last norm of multi-token prediction
         if not model.tie_word_embeddings:
             self.head = declare.matrix(std, model=model.hidden_size, vocab=model.vocab_size)
+        if model.head_bias:
+            self.head_bias = declare.offset(vocab=model.vocab_size)
 
 
 def init_params(model: ModelConfig, seed: int) -> Params:

@@ -16,15 +16,18 @@ Pairs = NDArray[np.float64]  # one number for each pair of features that is rota
 
 
 def rotate(
-    x_BNHK: Float[Array, "B N H K"], position_BN: Int[Array, "B N"], model: ModelConfig
+    x_BNHK: Float[Array, "B N H K"], position_BN: Int[Array, "B N"], model: ModelConfig, length: int
 ) -> Float[Array, "B N H K"]:
-    """Apply rotary position embedding (Su et al. 2021) to pairs (i, i + K/2), with angles in float32."""
+    """Apply rotary position embedding (Su et al. 2021) to pairs (i, i + K/2), with angles in float32.
+
+    `length` is that of the whole sequences, or the most tokens that they can have.
+    """
     half, scaling = x_BNHK.shape[-1] // 2, model.rope_scaling
     if scaling.rope_type == "none":
         frequency = model.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     else:
         plain = model.rope_theta ** (-np.arange(half) / half)
-        frequency = jnp.asarray(_SCALINGS[scaling.rope_type](plain, model.rope_theta, scaling), jnp.float32)
+        frequency = jnp.asarray(_scaled(plain, model.rope_theta, scaling, length), jnp.float32)
     angle = position_BN[:, :, None, None] * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     if scaling.attention_factor != 1:
@@ -39,6 +42,14 @@ def logit_scale(model: ModelConfig) -> float:
     scaling = model.rope_scaling
     plain = model.attention_multiplier or model.qk_width**-0.5
     return plain * (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1) ** 2
+
+
+def _scaled(frequency: Pairs, theta: float, scaling: RopeScalingConfig, length: int) -> Pairs:
+    """Return the frequencies for sequences of a length."""
+    if scaling.rope_type == "longrope":  # LongRoPE (Ding et al. 2024, section 3), as in the published code of Phi-3.5
+        is_long = length > scaling.original_max_position_embeddings
+        return frequency / np.array(scaling.long_factor if is_long else scaling.short_factor)
+    return _SCALINGS[scaling.rope_type](frequency, theta, scaling)
 
 
 def _linear(frequency: Pairs, theta: float, scaling: RopeScalingConfig) -> Pairs:

@@ -37,7 +37,7 @@ from moe_jax.models.gates import gate_of
 from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct, product_name, product_of
 from moe_jax.models.hooks import hooks_of
-from moe_jax.models.layers import mlp, norm, scaled
+from moe_jax.models.layers import block_norm, mlp, scaled
 from moe_jax.models.moe import RouterContext, RouterStats, run_experts
 from moe_jax.models.mtp import mtp_input
 from moe_jax.parallel.all_to_all import BY_NODE, check_exchange
@@ -199,7 +199,7 @@ def attend_and_route(
 ) -> Routed:
     """Run attention, shared experts, gate and permute. `ragged`: the rows are for a ragged exchange."""
     x_BND = x_BND + attend(params["attention"], x_BND, model, view, compute.attention, document_BL)
-    h_BND = norm(x_BND, params["norm"], model)
+    h_BND = block_norm(params, x_BND, model)
     h_TD = h_BND.reshape(-1, x_BND.shape[-1])
     context = context._replace(inputs=context.inputs and context.inputs.flat())
     routed = moe_layer.route(params["moe"], h_TD, model.moe, compute.ep_size(), context, len(x_BND), ragged)
@@ -235,7 +235,7 @@ def dense_block(
 ) -> Float[Array, "B N D"]:
     """Run one block without experts."""
     x_BND = x_BND + attend(params["attention"], x_BND, model, view, impl, document_BL)
-    return x_BND + _sharded_mlp(params["mlp"], norm(x_BND, params["norm"], model), model)
+    return x_BND + _sharded_mlp(params["mlp"], block_norm(params, x_BND, model), model)
 
 
 @jax.named_scope("mlp")

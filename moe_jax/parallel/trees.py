@@ -8,6 +8,8 @@ from typing import Any, TypeAlias
 
 Tree: TypeAlias = Any  # any tree of arrays, say those of one block: nested dicts, tuples and lists
 Params: TypeAlias = dict[str, Any]  # arrays; inside `shard_map` the shards of this device
+# the keys of those that are neither the embedding's nor a block's: of the last norms and the head, where there are any
+OF_HEAD = ("norm", "norm_bias", "mtp_norm", "head", "head_bias")
 Grads: TypeAlias = dict[str, Any]  # arrays like the parameters; with `optimizer.zero` this device's shard of each
 ParamDims: TypeAlias = dict[str, Any]  # names of each parameter's dimensions
 Specs: TypeAlias = dict[str, Any]  # a PartitionSpec of each parameter

@@ -60,7 +60,13 @@ def count_parameters(model: ModelConfig) -> Parameters:
     matrix_active = attention.matrices + mlps + num_moe * gate.matrices + chosen * expert.matrices + head
     matrix_active += _mtp_input(model).matrices
     norms = 2 * blocks + 1 + model.num_nextn_predict_layers
-    vectors = d * norms + _mtp_input(model).whole_vectors + attention.total - attention.matrices
+    vectors = (
+        _norm(model) * norms
+        + _head_bias(model)
+        + _mtp_input(model).whole_vectors
+        + attention.total
+        - attention.matrices
+    )
     vectors += chosen * (expert.total - expert.matrices) + num_moe * (gate.total - gate.matrices)
     active = matrix_active + vectors + (0 if model.tie_word_embeddings else head)
     return Parameters(
@@ -107,9 +113,10 @@ class Owners(tuple[Owned, ...]):
 @functools.lru_cache(maxsize=256)
 def owned_parameters(model: ModelConfig) -> Owners:
     """Parameters of the embedding, each block, and the head with the last norms. A tied head is the embedding's."""
-    d, table = model.hidden_size, model.hidden_size * model.vocab_size
+    table = model.hidden_size * model.vocab_size
     own_head = 0 if model.tie_word_embeddings else table
-    head = Owned(d * (1 + model.num_nextn_predict_layers) + own_head, end_matrices=own_head)
+    vectors = _norm(model) * (1 + model.num_nextn_predict_layers) + _head_bias(model)
+    head = Owned(vectors + own_head, end_matrices=own_head)
     views = (view.is_delta for view in model.views)
     blocks = [owned_by_kind(model, is_delta)[kind] for kind, is_delta in zip(model.block_kinds, views, strict=True)]
     blocks[model.num_layers :] = [with_mtp_input(each, model) for each in blocks[model.num_layers :]]
@@ -125,11 +132,11 @@ def with_mtp_input(block: Owned, model: ModelConfig) -> Owned:
 @functools.lru_cache(maxsize=256)
 def owned_by_kind(model: ModelConfig, is_delta: bool = False) -> dict[str, Owned]:
     """Parameters of a block, by its kind, `dense` or `moe`; with attention or a delta net."""
-    moe, d = model.moe, model.hidden_size
+    moe = model.moe
     attention, expert = _attention(model, is_delta), _mlp(model, moe.intermediate_size, moe.bias)
     dense, shared = _mlp(model, model.intermediate_size), _mlp(model, moe.intermediate_size * moe.num_shared_experts)
     experts = moe.num_experts
-    always, sharded = 2 * d + attention.whole_matrices + attention.whole_vectors, attention.sharded
+    always, sharded = 2 * _norm(model) + attention.whole_matrices + attention.whole_vectors, attention.sharded
     common = {"whole_matrices": attention.whole_matrices, "sharded_vectors": attention.sharded_vectors}
     return {
         "dense": Owned(always, sharded + dense.total, **common),
@@ -173,6 +180,15 @@ def _attention(model: ModelConfig, is_delta: bool = False) -> _Count:
         whole += 2 * model.head_width
     gates = queries if model.attention.output_gate else 0
     return _Count(d * (2 * queries + 2 * keys + gates), sharded, whole_vectors=whole)
+
+
+def _norm(model: ModelConfig) -> int:
+    """Parameters of a norm of features."""
+    return model.hidden_size * (2 if model.normalization == "layernorm" else 1)
+
+
+def _head_bias(model: ModelConfig) -> int:
+    return model.vocab_size if model.head_bias else 0
 
 
 def gate_matrices(model: ModelConfig) -> int:

@@ -52,8 +52,8 @@ CONFIG = [
     (
         "several lines",
         "'model.moe.gate=\"a\\nb\"'",
-        "model.moe.gate=a b must be softmax, sigmoid, gpt_oss, noisy, xmoe, deepseek_v2, deepseek_v3, hash, random, "
-        "batch_prioritised, expert_choice, softmoe or balanced, or package.module:name",
+        "model.moe.gate=a b must be softmax, sigmoid, gpt_oss, noisy, sparsemixer, xmoe, deepseek_v2, deepseek_v3, "
+        "hash, random, batch_prioritised, expert_choice, softmoe or balanced, or package.module:name",
     ),
     (
         "no mesh axis to shard over",

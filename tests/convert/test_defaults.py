@@ -34,6 +34,7 @@ DEFAULTS = {
     "mistral": (1e4, 8, 131_072),
     "granitemoe": (1e4, HEADS, 2048),
     "ernie4_5_moe": (5e5, 4, 131_072),
+    "phimoe": (1e6, 8, 131_072),
     "qwen3_next": (1e4, 2, 32_768),
     "qwen3_5_moe_text": (1e4, 2, 32_768),
 }
@@ -48,7 +49,7 @@ def without(name: str, *settings: str, **others: object) -> ModelConfig:
 @pytest.mark.parametrize("name", NAMES)
 def test_families_have_defaults_of_their_own(name):
     theta, kv_heads, longest = DEFAULTS[name]
-    left_out = ("rope_parameters", "num_key_value_heads", "max_position_embeddings")
+    left_out = ("rope_parameters", "num_key_value_heads", "max_position_embeddings", "original_max_position_embeddings")
     model = without(name, *left_out)
     assert (model.rope_theta, model.kv_heads) == (theta, kv_heads)
     assert without(name, *left_out, num_key_value_heads=None).kv_heads == HEADS, "null is not left out"

@@ -15,7 +15,7 @@ from moe_jax.convert.source import open_model
 from tests.convert.golden import GOLDEN, changed, model_of, read
 
 FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "deepseek_v3", "deepseek_v2", "minimax_m2", "ernie4_5_moe"]
-FAMILIES += ["qwen3_next", "qwen3_5_moe_text"]
+FAMILIES += ["qwen3_next", "qwen3_5_moe_text", "phimoe"]
 _EXPERT = re.compile(r"(.*\.)(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
 _PART = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 

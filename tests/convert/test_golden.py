@@ -22,7 +22,7 @@ SAME = {
 }  # other names or files of the same architecture
 
 
-SIZES = [*NAMES, "qwen3_next_2", "qwen3_5_moe_text_2"]  # a second one of a family whose blocks differ
+SIZES = [*NAMES, "qwen3_next_2", "qwen3_5_moe_text_2", "phimoe_2"]  # a second one of a family whose blocks differ
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -19,7 +19,17 @@ _AS_TYPES = (
 )
 _AS_SHARED = "is not supported: it must be a multiple of moe_intermediate_size=12, at least that"
 _WINDOWS = ["full_attention", "sliding_attention"]
+_PHI = json.loads((GOLDEN / "phimoe/config.json").read_text())["rope_parameters"]
+_AS_SCALES = "rope_parameters: short_mscale=1.2 and long_mscale=1.3 are not supported: they must be the same"
 REFUSED = [
+    ("phimoe", "num_experts_per_tok", 3, "num_experts_per_tok=3 is not supported: it must be 2"),
+    ("phimoe", "rope_parameters", _PHI | {"long_mscale": 1.3}, _AS_SCALES),
+    (
+        "phimoe",
+        "rope_parameters",
+        _PHI | {"long_factor": [1, "2"]},
+        'rope_parameters: long_factor=[1, "2"] must be a list of numbers',
+    ),
     ("glm4_moe", "scoring_func", "softmax", 'scoring_func="softmax" is not supported: it must be "sigmoid"'),
     ("glm4_moe", "topk_method", "greedy", 'topk_method="greedy" is not supported: it must be "noaux_tc"'),
     ("glm4_moe", "hidden_act", "gelu", 'hidden_act="gelu" is not supported: it must be "silu"'),
@@ -77,8 +87,8 @@ def test_rotations_that_are_not_built_are_refused_by_name(kind):
 
 
 def test_families_that_are_not_built_are_refused_with_the_reason():
-    with pytest.raises(ConvertError, match=r"model_type='phimoe' is not supported, since there is no sparsemixer"):
-        family_of(settings_of("mixtral", model_type="phimoe"))
+    with pytest.raises(ConvertError, match=r"model_type='minimax' is not supported, since there is no lightning"):
+        family_of(settings_of("mixtral", model_type="minimax"))
     with pytest.raises(ConvertError, match=r"model_type='new' is not supported: it must be mixtral, llama, "):
         family_of(settings_of("mixtral", model_type="new"))
 

@@ -271,6 +271,50 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "phimoe": (
+        "Phimoe",
+        SHARED
+        | {
+            "intermediate_size": 24,
+            "num_local_experts": 8,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "router_jitter_noise": 0.1,  # so that some tokens have several candidates
+            "sliding_window": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0, 1.1, 1.3, 2.0],
+                "long_factor": [1.0, 1.5, 3.0, 9.0],
+                "short_mscale": 1.2,
+                "long_mscale": 1.2,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    # transformers has the short factors at any length: with equal ones, long sequences are those of `long_factor`
+    "phimoe_2": (
+        "Phimoe",
+        SHARED
+        | {
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 4,
+            "head_dim": 12,
+            "intermediate_size": 16,
+            "num_local_experts": 4,
+            "tie_word_embeddings": True,
+            "router_jitter_noise": 0.3,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0, 1.5, 2.0, 3.0, 6.0, 9.0],
+                "long_factor": [1.0, 1.5, 2.0, 3.0, 6.0, 9.0],
+                "short_mscale": 1.1,
+                "long_mscale": 1.1,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
     "qwen2": ("Qwen2", SHARED | {"intermediate_size": 40, "rope_parameters": {"rope_theta": 1e6}}),
     "mistral": ("Mistral", SHARED | {"intermediate_size": 40, "head_dim": 12, "sliding_window": 5}),
     "ernie4_5_moe": (

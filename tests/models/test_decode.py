@@ -85,6 +85,18 @@ MODELS = {
         activation="clipped_swiglu",
         moe=dataclasses.replace(MODEL.moe, shared_gate=True),
     ),
+    "norms and positions of Phi": dataclasses.replace(
+        MODEL,
+        normalization="layernorm",
+        head_bias=True,
+        rope_scaling=RopeScalingConfig(
+            rope_type="longrope",
+            original_max_position_embeddings=10,
+            short_factor=tuple(range(1, MODEL.head_width // 2 + 1)),
+            long_factor=tuple(range(9, MODEL.head_width // 2 + 9)),
+        ),
+        moe=dataclasses.replace(MODEL.moe, gate="sparsemixer", router_jitter_noise=0.3),
+    ),
     "multipliers": dataclasses.replace(
         MODEL, embedding_multiplier=3.0, residual_multiplier=0.5, attention_multiplier=0.3, logits_scaling=1.5
     ),

@@ -42,6 +42,7 @@ GROUPED = [name for name, facts in GATE_FACTS.items() if facts.group_scorers]
 def moe_of(gate: str, **more) -> MoEConfig:
     own = {"n_group": 4, "topk_group": 2} if gate in GROUPED else {}
     own |= {"slots_per_expert": 2} if gate == "softmoe" else {}
+    own |= {"router_jitter_noise": 0.3} if gate == "sparsemixer" else {}
     return MoEConfig(**({"num_experts": 8, "top_k": 2, "routed_scaling_factor": 1.5, "gate": gate} | own | more))
 
 
@@ -188,7 +189,7 @@ def test_a_gate_that_splits_decides_on_each_token_alone_and_no_other_does(gate):
         assert (np.abs(alone - together) > 1e-3).any()
 
 
-@pytest.mark.parametrize("gate", ["noisy", "random"])
+@pytest.mark.parametrize("gate", ["noisy", "random", "sparsemixer"])
 def test_what_is_random_follows_from_seed_step_block_and_place(gate):
     moe = moe_of(gate)
     choose = functools.partial(gate_of(moe), params_of(moe), moe=moe)
@@ -219,6 +220,27 @@ def test_evaluation_has_no_noise_and_leaves_no_choice_out():
     left_out = noisy.expert_Tk == moe.num_experts
     assert left_out.any()
     assert not left_out[:, 0].any()
+
+
+def test_sparsemixer_draws_candidates_by_their_probabilities():
+    """Without noise it takes the best ones; in training other candidates, with a third of their weight or all of it."""
+    moe = moe_of("sparsemixer", num_experts=4, top_k=1, router_jitter_noise=0.25, routed_scaling_factor=1.0)
+    logits = np.array([1.0, 2.0, 1.6, 0.9])  # candidates are above 2 − 2 · 0.25 · 2
+    params, count = {"router": jnp.asarray(logits[None], jnp.float32)}, 40_000
+    x_TD, candidates = jnp.ones((count, 1)), np.exp(logits) * (logits >= 1)
+    calm = gate_of(moe)(params, x_TD[:1], None, moe).decision
+    assert calm.expert_Tk.tolist() == [[1]]
+    prob = candidates / candidates.sum()
+    np.testing.assert_allclose(calm.weight_Tk, prob[1], rtol=1e-6)
+    drawn = gate_of(moe)(params, x_TD, router_inputs_of(count), moe).decision
+    share = np.bincount(np.ravel(drawn.expert_Tk), minlength=4) / count
+    np.testing.assert_allclose(share, prob, atol=0.01)
+    relative = np.ravel(drawn.weight_Tk) / prob[np.ravel(drawn.expert_Tk)]
+    other = np.ravel(drawn.expert_Tk) != 1
+    np.testing.assert_allclose(relative[~other], 1, rtol=1e-6)
+    is_whole = np.isclose(relative[other], 1)
+    np.testing.assert_allclose(relative[other][~is_whole], 1 / 3, rtol=1e-6)
+    assert abs(is_whole.mean() - 0.25) < 0.01, "so that on average it is half of the weight: Heun's method"
 
 
 def test_a_hash_gives_a_token_the_same_experts_wherever_it_stands():

@@ -20,13 +20,14 @@ def example(model, sequences=3, length=8):
     rng = np.random.default_rng(0)
     name, shape = ("embedding", (40, 16)) if model.tie_word_embeddings else ("head", (16, 40))
     params = {"norm": rng.random(16, np.float32), name: rng.standard_normal(shape, np.float32)}
+    params |= {"head_bias": rng.standard_normal(40, np.float32)} if model.head_bias else {}
     x_BnD = rng.standard_normal((sequences, length, 16), np.float32)
     return params, x_BnD, rng.integers(0, 40, (sequences, length))
 
 
 def reference(params, x_BnD, target_Bn, model, z_weight):
     head = params["embedding"].T if model.tie_word_embeddings else params["head"]
-    logits = references.norm(x_BnD, params["norm"], model.rms_norm_eps) @ head
+    logits = references.norm(x_BnD, params["norm"], model.rms_norm_eps) @ head + params.get("head_bias", 0.0)
     log_share = jax.nn.log_softmax(logits)
     nats = -sum(log_share[i, j, target_Bn[i, j]] for i, j in np.ndindex(target_Bn.shape)) / target_Bn.size
     if not z_weight:
@@ -44,11 +45,11 @@ def loss_of(model, loss_chunk, z_weight=0.0):
     return mean
 
 
-@pytest.mark.parametrize(("tied", "z_weight"), [(False, 0.0), (True, 0.0), (False, 0.3)])
+@pytest.mark.parametrize(("tied", "bias", "z_weight"), [(False, False, 0.0), (True, True, 0.0), (False, True, 0.3)])
 @pytest.mark.parametrize(("loss_chunk", "length", "size"), [(None, 8, 24), (7, 8, 6), (12, 13, 10)])
-def test_chunks_have_the_loss_and_gradients_of_the_whole(tied, z_weight, loss_chunk, length, size):
+def test_chunks_have_the_loss_and_gradients_of_the_whole(tied, bias, z_weight, loss_chunk, length, size):
     """None: all 24 tokens at once; 7: four chunks of 6; 12, of 39 tokens: four of 10, one token of them filling."""
-    model = dataclasses.replace(MODEL, tie_word_embeddings=tied)
+    model = dataclasses.replace(MODEL, tie_word_embeddings=tied, head_bias=bias)
     params, x_BnD, target_Bn = example(model, length=length)
     assert tokens_of_chunk(target_Bn.size, model.vocab_size, loss_chunk) == size
     expected = jax.value_and_grad(reference, argnums=(0, 1), has_aux=True)(params, x_BnD, target_Bn, model, z_weight)

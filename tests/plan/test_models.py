@@ -47,6 +47,7 @@ PUBLISHED = {
     "minimax_m2": Published("safetensors; model card: 10B", 228_703_644_928, "10", False, elsewhere=13_880_064),
     "qwen3_next_80b_a3b": Published("model card: 80B, 3B", "80", "3"),
     "qwen3_5_35b_a3b": Published("its name: 35B, 3B", "35", "3"),
+    "phi_3_5_moe": Published("report, section 2.2: 42B, 6.6B", "42", "6.6"),
     "ernie_4_5_21b_a3b": Published("model card: 21B, 3B", "21", "3"),
     "gpt_oss_120b": Published(
         "safetensors; model card, table 1: 5.13B", 116_829_156_672, "5.13", input_embedding_active=False

@@ -45,6 +45,8 @@ MODELS = [
         delta_net=DeltaNetConfig(num_value_heads=6, num_key_heads=2, key_head_dim=12, value_head_dim=10),
         moe=MoEConfig(moe_layer_freq=2, num_shared_experts=1, shared_gate=True),
     ),
+    ModelConfig(normalization="layernorm", head_bias=True, moe=MoEConfig(moe_layer_freq=2)),
+    ModelConfig(normalization="layernorm", head_bias=True, tie_word_embeddings=True),
     ModelConfig(num_nextn_predict_layers=1, delta_net=DeltaNetConfig(num_value_heads=2, full_attention_interval=None)),
     ModelConfig(num_nextn_predict_layers=1, moe=MoEConfig(moe_layer_freq=2, num_shared_experts=1)),
     ModelConfig(num_nextn_predict_layers=1, tie_word_embeddings=True, moe=MoEConfig(num_experts=0)),

@@ -62,6 +62,9 @@ FACTORS: dict[str, dict[str, str]] = {
         "sigmoid": "model.moe.gate=sigmoid",
         "gpt_oss": "model.moe.gate=gpt_oss",
         "noisy": "model.moe.gate=noisy model.moe.top_k=3",
+        # with the norms and the head of Phi-3.5-MoE
+        "sparsemixer": "model.moe.gate=sparsemixer model.moe.router_jitter_noise=0.3 model.normalization=layernorm "
+        "model.head_bias=true",
         "xmoe": "model.moe.gate=xmoe model.moe.router_rank=5",
         "v3": "model.moe.gate=deepseek_v3 model.moe.n_group=4 model.moe.topk_group=2 model.moe.top_k=3 "
         "model.moe.routed_scaling_factor=2.0",
@@ -165,6 +168,8 @@ REFUSED: Pairs = [
     {"experts": ("moved", "copied"), "mesh": ONE_RANK},
     {"experts": "copied", "zero": but("zero", "zero0")},
     {"experts": "copied", "room": ("slots", "few")},
+    {"gate": "sparsemixer", "attention": "delta_nets"},  # norms with weights around 0
+    {"gate": "sparsemixer", "mtp": "mtp"},
     {"attention": "delta_nets", "mesh": ("c2e2", "c2e2_shared", "c2t2")},
 ]
 # pairs of which one setting changes nothing

@@ -25,7 +25,11 @@ OTHERS = {
     "mesh.context=2 mesh.expert=2 model.num_layers=1 model.moe.moe_layer_freq=1",
     "documents in a loop of blocks": f"{UNIFIED} {TILES} {DOCUMENTS} mesh.data=2 mesh.expert=2 model.num_layers=4 "
     "model.moe.moe_layer_freq=1 model.moe.gate=hash",
-    "documents around a ring": f"{UNIFIED} {DOCUMENTS} mesh.data=1 mesh.context=2 mesh.tensor=2 model.num_layers=2 "
+    # positions scaled for 24 tokens, of which a context rank has 12
+    "documents around a ring": f"{UNIFIED} {DOCUMENTS} model.rope_scaling.rope_type=longrope "
+    "model.rope_scaling.original_max_position_embeddings=16 model.rope_scaling.short_factor=[1,2] "
+    "model.rope_scaling.long_factor=[1.5,30] model.rope_scaling.attention_factor=1.2 "
+    "mesh.data=1 mesh.context=2 mesh.tensor=2 model.num_layers=2 "
     "model.moe.moe_layer_freq=2 train.loss_chunk=5 train.z_loss_multiplier=0.1 schedule.remat=full",
     "documents of a batch in parts": f"{DOCUMENTS} exchange.context_form=all_gather mesh.data=1 mesh.context=2 "
     "mesh.expert=2 train.grad_accumulation=2 model.num_layers=2 model.moe.moe_layer_freq=1 "

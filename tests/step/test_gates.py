@@ -30,6 +30,7 @@ OWN: dict[str, dict[str, Any]] = {
     "softmoe": {"slots_per_expert": 2},
     "xmoe": {"router_rank": 5, "bias": True},
     "noisy": {"top_k": 3},
+    "sparsemixer": {"router_jitter_noise": 0.3},
     "expert_choice": {"capacity_factor": 1.5},
 }
 STEP = 5

@@ -53,6 +53,9 @@ class MoEConfig:
     # loads in the load-balance loss: of each block over the whole batch (with train.grad_accumulation over one part),
     # of all blocks pooled, or of each block over each sequence separately, see docs/balance.md
     load_balancing_type: Literal["batch", "pooled", "sequence"] = "batch"
+    # gate sparsemixer: experts whose logit is below the best one by more than twice this share of the larger absolute
+    # value of both are not drawn, and count in no weight
+    router_jitter_noise: float = number(0.01, Range(0, 1, above=True))
     # gates softmax, sigmoid and deepseek_v3: how far a step moves each expert's score bias against its load, see
     # docs/balance.md; null: there is no bias, or it is not updated
     bias_update_rate: float | None = number(None, Range(0, LARGE))
@@ -174,12 +177,17 @@ class RopeScalingConfig:
     there is a ramp.
     """
 
-    rope_type: Literal["none", "linear", "llama3", "yarn"] = "none"  # linear: all frequencies are divided
+    # linear: all frequencies are divided; longrope: each by a number of its own
+    rope_type: Literal["none", "linear", "llama3", "yarn", "longrope"] = "none"
     factor: float = number(1.0, Range(1, LARGE))
     original_max_position_embeddings: int = number(4096, Range(1, ANY))  # tokens
     slow_turns: float = number(1.0, Range(0, LARGE, above=True))
     fast_turns: float = number(32.0, Range(0, LARGE, above=True))
     truncate: bool = True  # yarn: the ramp is between whole numbers of pairs
+    # longrope: what the frequency of each pair of features is divided by in sequences of up to
+    # `original_max_position_embeddings` tokens, for generation prompt and answer together,
+    short_factor: tuple[float, ...] = number((), Range(0, LARGE, above=True))
+    long_factor: tuple[float, ...] = number((), Range(0, LARGE, above=True))  # and in longer ones
     attention_factor: float = number(1.0, Range(0, LARGE, above=True))  # factor on rotated queries and keys
     # m of DeepSeek: attention's logits are multiplied by (0.1·m·ln(factor) + 1)²
     mscale_all_dim: float = number(0.0, Range(0, LARGE))
@@ -214,11 +222,14 @@ class ModelConfig(HashedOnce):
     qk_norm_over: Literal["head", "projection"] = "head"  # norm of each head, or of all heads together (OLMoE)
     qk_norm_after_rope: bool = False  # this RMSNorm after the rotation instead of before it (Hunyuan-A13B)
     tie_word_embeddings: bool = False  # one matrix for the embedding and the head
+    head_bias: bool = False  # a bias vector of the head's logits (Phi-3.5-MoE)
     rope_theta: float = number(10_000.0, Range(1, 1e15))
     # share of a head's features that are rotated, the first ones (GLM-4.5, MiniMax-M2)
     partial_rotary_factor: float = number(1.0, Range(0, 1, above=True))
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
     rms_norm_eps: float = number(1e-6, Range(0, 1, above=True))
+    # the norms before attention, MLPs and experts, and the last one: RMSNorm, or LayerNorm with a bias (Phi-3.5-MoE)
+    normalization: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     # weights of RMSNorms are differences from 1, but for those inside delta nets (Qwen3-Next)
     rms_norm_zero_centered: bool = False
     # factors of Granite: on the rows of the embedding,

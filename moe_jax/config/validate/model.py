@@ -6,7 +6,7 @@ import math
 
 from moe_jax.config.registry import DISPATCHER_FACTS, GATE_FACTS
 from moe_jax.config.sections import ModelConfig, MoEConfig, Sections, TrainConfig
-from moe_jax.config.validate.ranges import RANGES, check_changes
+from moe_jax.config.validate.ranges import RANGES, check_changes, check_number
 from moe_jax.errors import ConfigError, all_of, divisors_text
 
 
@@ -19,6 +19,7 @@ def check_model(model: ModelConfig) -> None:
         _check_heads(model)
     _check_delta_nets(model)
     _check_views(model)
+    _check_norms(model)
     _check_rope(model)
     _check_experts(model)
 
@@ -108,7 +109,43 @@ def _check_views(model: ModelConfig) -> None:
         )
 
 
+def _check_norms(model: ModelConfig) -> None:
+    if model.normalization == "rmsnorm":
+        return
+    for name, value, unset, reason in (
+        ("rms_norm_zero_centered", model.rms_norm_zero_centered, "false", "is for RMSNorms"),
+        ("num_nextn_predict_layers", model.num_nextn_predict_layers, "0", "has RMSNorms"),
+    ):
+        if value:
+            raise ConfigError(
+                f"model.{name}={value} {reason}, and model.normalization={model.normalization}: use "
+                f"model.{name}={unset}, or model.normalization=rmsnorm"
+            )
+
+
+def _check_long_factors(model: ModelConfig) -> None:
+    """Raise ConfigError unless LongRoPE has a number for each pair of features, and nothing else has any."""
+    scaling, pairs = model.rope_scaling, model.rotary_width // 2
+    for key in ("short_factor", "long_factor"):
+        name, value = f"model.rope_scaling.{key}", getattr(scaling, key)
+        if scaling.rope_type != "longrope":
+            if value:
+                raise ConfigError(
+                    f"{name} is of model.rope_scaling.rope_type=longrope, which is {scaling.rope_type}: set that, or "
+                    f"{name}=[]"
+                )
+            continue
+        if len(value) != pairs:
+            raise ConfigError(
+                f"{name} has {len(value)} numbers, and model.rope_scaling.rope_type=longrope scales {pairs} pairs of "
+                f"features: use {pairs}"
+            )
+        for number, each in enumerate(value):
+            check_number(f"{name}[{number}]", each, RANGES[name], "")
+
+
 def _check_rope(model: ModelConfig) -> None:
+    _check_long_factors(model)
     scaling, name = model.rope_scaling, "model.rope_scaling"
     for key, unset in (("factor", 1.0), ("attention_factor", 1.0), ("mscale_all_dim", 0.0)):
         value = getattr(scaling, key)
@@ -201,6 +238,11 @@ def check_gate(moe: MoEConfig) -> None:
         _check_groups(moe, moe.gate_facts.group_scorers)
     if moe.norm_top1_prob:
         _check_normalize_top_1(moe)
+    if moe.gate_facts.ignores_norm and not moe.norm_topk_prob:
+        raise ConfigError(
+            f"model.moe.norm_topk_prob=false has no effect with model.moe.gate={moe.gate}, which never divides weights "
+            "by their sum: use model.moe.norm_topk_prob=true, or another gate"
+        )
     _check_capacity_schedule(moe)
     facts = moe.gate_facts
     if not facts.splits and not DISPATCHER_FACTS.of(moe.dispatcher).sorts_rows:
@@ -230,7 +272,7 @@ def _check_normalize_top_1(moe: MoEConfig) -> None:
     facts = moe.gate_facts
     name, value, needed = "top_k", str(moe.top_k), "1"
     if moe.top_k == 1:
-        if moe.norm_topk_prob and not facts.fills_slots:
+        if moe.norm_topk_prob and not facts.fills_slots and not facts.ignores_norm:
             return
         name, value, needed = "gate", moe.gate, "softmax"
         if not moe.norm_topk_prob:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.config import AttentionView, ModelConfig
 from moe_jax.models.attention import delta_net, grouped, latent
 from moe_jax.models.attention.core import AttentionImpl
-from moe_jax.models.layers import norm, scaled
+from moe_jax.models.layers import block_norm, scaled
 from moe_jax.parallel.sequence_shards import tp_reduce_scatter
 
 
@@ -57,7 +57,7 @@ def attend(
     beginning of a sequence: attention depends only on differences of positions, so counting from the beginning of each
     document would change nothing but rounding.
     """
-    h_BnD = norm(x_BnD, params["norm"], model)
+    h_BnD = block_norm(params, x_BnD, model)
     out_BNHV = kind_of(model, view).heads(params, h_BnD, model, view, impl, document_BL)
     y_BnD = tp_reduce_scatter(_project_output(params, out_BNHV), 1)
     return _residual(params, y_BnD, model)
@@ -77,7 +77,7 @@ def attend_cached(
     The first of them are at `position_B`, and see the cached tokens before them. Later tokens of a sequence see the
     first `count_B` of them; others fill up a batch.
     """
-    h_BND = norm(x_BND, params["norm"], model)
+    h_BND = block_norm(params, x_BND, model)
     out_BNHV, cache = kind_of(model, view).cached_heads(params, h_BND, cache, position_B, count_B, model, view)
     return _residual(params, _project_output(params, out_BNHV), model), cache
 

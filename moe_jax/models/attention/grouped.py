@@ -37,7 +37,8 @@ def heads(
     """
     h_BND = tp_all_gather(h_BnD, 1)
     positions = jnp.broadcast_to(own_positions(h_BND.shape[1]), h_BND.shape[:2])
-    query, key, value = _project(params, h_BND, positions, model, view)
+    length = h_BND.shape[1] * context_ranks()
+    query, key, value = _project(params, h_BND, positions, model, view, length)
     with jax.named_scope("attention"):
         scale = logit_scale(model)
         if context_ranks() > 1:
@@ -68,7 +69,7 @@ def cached_heads(
     The slots of tokens that do not count are filled again before a later token sees them.
     """
     position_BN = position_B[:, None] + jnp.arange(h_BND.shape[1])
-    query, *new = _project(params, h_BND, position_BN, model, view)
+    query, *new = _project(params, h_BND, position_BN, model, view, cache[0].shape[1])
     keys, values = (update_slots(old, each, position_B) for old, each in zip(cache, new, strict=True))
     mask_BNS = visible_slots(position_BN, keys.shape[1], view.window)
     scale = logit_scale(model)
@@ -87,9 +88,14 @@ def _gated(params: Any, h_BND: Float[Array, "B N D"], out_BNHK: Float[Array, "B 
 
 
 def _project(
-    params: Any, h_BND: Float[Array, "B N D"], position_BN: Int[Array, "B N"], model: ModelConfig, view: AttentionView
+    params: Any,
+    h_BND: Float[Array, "B N D"],
+    position_BN: Int[Array, "B N"],
+    model: ModelConfig,
+    view: AttentionView,
+    length: int,
 ) -> tuple[Float[Array, "B N H K"], Float[Array, "B N G K"], Float[Array, "B N G K"]]:
-    """Return normed and rotated queries and keys, and values."""
+    """Return normed and rotated queries and keys, and values, for sequences of at most `length` tokens."""
 
     def normed(query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         return _NORMS[model.qk_norm_over](query, key, params, model)
@@ -102,18 +108,18 @@ def _project(
     if model.qk_norm and not model.qk_norm_after_rope:
         query, key = normed(query, key)
     if view.rope:
-        query, key = (_rotate(x, position_BN, model) for x in (query, key))
+        query, key = (_rotate(x, position_BN, model, length) for x in (query, key))
     if model.qk_norm and model.qk_norm_after_rope:
         query, key = normed(query, key)
     return query, key, value
 
 
-def _rotate(x_BNHK: jax.Array, position_BN: Int[Array, "B N"], model: ModelConfig) -> jax.Array:
+def _rotate(x_BNHK: jax.Array, position_BN: Int[Array, "B N"], model: ModelConfig, length: int) -> jax.Array:
     """Rotate the first features of each head, or all of them."""
     width = model.rotary_width
     if width == x_BNHK.shape[-1]:
-        return rotate(x_BNHK, position_BN, model)
-    return jnp.concatenate([rotate(x_BNHK[..., :width], position_BN, model), x_BNHK[..., width:]], axis=-1)
+        return rotate(x_BNHK, position_BN, model, length)
+    return jnp.concatenate([rotate(x_BNHK[..., :width], position_BN, model, length), x_BNHK[..., width:]], axis=-1)
 
 
 def _norm_heads(query: jax.Array, key: jax.Array, params: Any, model: ModelConfig) -> tuple[jax.Array, jax.Array]:

@@ -41,8 +41,9 @@ def heads(
     # gather the latents, which are narrower than the features that they are computed from
     query_BNQ, latent_BNR, key_BNP = jnp.split(tp_all_gather(jnp.concatenate(parts, axis=-1), 1), ends, axis=-1)
     position_BN = jnp.broadcast_to(own_positions(key_BNP.shape[1]), key_BNP.shape[:2])
-    plain, rotated = _queries(params, query_BNQ, position_BN, model, view)
-    latents = latent_BNR, _rotate(key_BNP[:, :, None], position_BN, model, view)
+    length = key_BNP.shape[1] * context_ranks()
+    plain, rotated = _queries(params, query_BNQ, position_BN, model, view, length)
+    latents = latent_BNR, _rotate(key_BNP[:, :, None], position_BN, model, view, length)
     query = jnp.concatenate([plain, rotated], axis=-1)
     weights = {name: params[name] for name in ("key", "value")}
     scale, sink = logit_scale(model), params.get("sink")
@@ -78,9 +79,10 @@ def cached_heads(
     """
     query_BNQ, latent_BNR, key_BNP = _latents(params, h_BND, model)
     position_BN = position_B[:, None] + jnp.arange(h_BND.shape[1])
-    key_BNP = _rotate(key_BNP[:, :, None], position_BN, model, view)[:, :, 0]
+    length = cache[0].shape[1]
+    key_BNP = _rotate(key_BNP[:, :, None], position_BN, model, view, length)[:, :, 0]
     latents, keys = (update_slots(old, new, position_B) for old, new in zip(cache, (latent_BNR, key_BNP), strict=True))
-    plain, rotated = _queries(params, query_BNQ, position_BN, model, view)
+    plain, rotated = _queries(params, query_BNQ, position_BN, model, view, length)
     latent_query = jnp.einsum("bnhk,rhk->bnhr", plain, params["key"].astype(plain.dtype))
     out_BNHR = masked_attention(
         jnp.concatenate([latent_query, rotated], axis=-1),
@@ -124,16 +126,21 @@ def _queries(
     position_BN: Int[Array, "B N"],
     model: ModelConfig,
     view: AttentionView,
+    length: int,
 ) -> tuple[Float[Array, "B N H K"], Float[Array, "B N H P"]]:
     """Return the part of the queries that is not rotated, and the rotated part."""
     plain, rotated = jnp.split(_project_heads(params, "query", query_BNQ), [model.latent.qk_nope_head_dim], axis=-1)
-    return plain, _rotate(rotated, position_BN, model, view)
+    return plain, _rotate(rotated, position_BN, model, view, length)
 
 
 def _rotate(
-    x_BNHP: Float[Array, "B N H P"], position_BN: Int[Array, "B N"], model: ModelConfig, view: AttentionView
+    x_BNHP: Float[Array, "B N H P"],
+    position_BN: Int[Array, "B N"],
+    model: ModelConfig,
+    view: AttentionView,
+    length: int,
 ) -> Float[Array, "B N H P"]:
-    return rotate(x_BNHP, position_BN, model) if view.rope else x_BNHP
+    return rotate(x_BNHP, position_BN, model, length) if view.rope else x_BNHP
 
 
 def _project_heads(params: Any, name: str, latent_BNR: Float[Array, "B N R"]) -> Float[Array, "B N H K"]:

@@ -20,7 +20,7 @@ from moe_jax.models.placement import slot_shapes
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.mesh import expert_axis
 from moe_jax.parallel.sharding import partitions
-from moe_jax.parallel.trees import ShardSpecs, Tree
+from moe_jax.parallel.trees import OF_HEAD, ShardSpecs, Tree
 from moe_jax.parallel.zero import unsharded_specs
 from moe_jax.plan.costs import order_times
 from moe_jax.plan.measured import read_times
@@ -123,7 +123,7 @@ def owned(tree: Tree, model: ModelConfig, owner: int, take: Callable[[Any, int],
     if owner == 0:
         return tree["embedding"]
     if owner == model.num_blocks + 1:
-        return {name: tree[name] for name in ("norm", "mtp_norm", "head") if name in tree}
+        return {name: tree[name] for name in OF_HEAD if name in tree}
     number, period, place = places(model)[owner - 1]
     return jax.tree.map(lambda leaf: take(leaf, period), tree["segments"][number][place])
 

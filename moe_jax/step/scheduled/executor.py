@@ -31,7 +31,7 @@ from moe_jax.models.transformer import (
 from moe_jax.parallel.all_to_all import ragged
 from moe_jax.parallel.ordering import depend_on
 from moe_jax.parallel.sequence_shards import LocalTokens
-from moe_jax.parallel.trees import Params, Tree
+from moe_jax.parallel.trees import OF_HEAD, Params, Tree
 from moe_jax.schedule.actions import Action
 from moe_jax.step.scheduled.issue_order import IssueOrder
 from moe_jax.step.scheduled.lane_overflow import ExpertWeights, LaneOverflow
@@ -194,8 +194,8 @@ class Tasks:
             sizes = self.dims.loss_divisor, model, self.dims.compute.loss_chunk
             return decoder_loss(weights, x[0], target_Bn, *sizes, self.loss_form, mtp_BnD, self.mtp[r])
 
-        matrix = "embedding" if model.tie_word_embeddings else "head"
-        weights = {name: self.ends[name] for name in ("norm", "mtp_norm", matrix) if name in self.ends}
+        names = (*OF_HEAD, "embedding") if model.tie_word_embeddings else OF_HEAD
+        weights = {name: self.ends[name] for name in names if name in self.ends}
         for r in self.dims.microbatches_of(action):
             self.add_combine_to_residual(r, blocks)
             x = [self.decoded.pop(r), self.x.pop(r)] if self.dims.shape.mtp else [self.x.pop(r)]

@@ -15,7 +15,7 @@ from moe_jax.config import ModelConfig
 from moe_jax.config.layer_layout import segments
 from moe_jax.models.dispatchers.ragged import Stored
 from moe_jax.parallel.ordering import depend_on_all
-from moe_jax.parallel.trees import Grads, Params, Tree
+from moe_jax.parallel.trees import OF_HEAD, Grads, Params, Tree
 from moe_jax.schedule.actions import NO_BLOCK
 from moe_jax.step.context import StepContext, StepInputs
 from moe_jax.step.losses import ObjectiveParts, parts_of
@@ -125,9 +125,9 @@ def _gradients_of_part(
 
 def _gathering(params: Params, context: StepContext, whole: dict[Any, Tree]) -> ParamGathering:
     """Return what gathers the weights of blocks outside of scans, and of the embedding and the head."""
-    model, names = context.config.model, {"embed": ("embedding",), "head": ("norm", "head")}
+    model, names = context.config.model, {"embed": ("embedding",), "head": OF_HEAD}
     if model.has_mtp:  # whose block computes with the decoder's last norm before the head does
-        names = {"embed": ("embedding", "norm"), "head": ("mtp_norm", "head")}
+        names = {"embed": ("embedding", "norm"), "head": ("mtp_norm", "head", "head_bias")}
 
     def ends(tree: Tree) -> dict[Any, Tree]:
         return {op: {name: tree[name] for name in own if name in tree} for op, own in names.items()}
