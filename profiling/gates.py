@@ -1,17 +1,20 @@
-"""How well does a small model learn with each gate? python profiling/gates.py [STEPS]
+"""How well does a small model learn with each gate? python profiling/gates.py [--steps STEPS] [GATE …]
 
 Trains a small form of `configs/shakespeare_cpu.yaml` (two blocks, 512 bytes in a step) once with each gate, without
 those that are for measuring speed only. All runs process the same tokens in the same order, with the same seed and
-optimizer. Losses of gates whose choice for a token depends on later tokens (`expert_choice`, `softmoe`,
-`batch_prioritised`) could not be reached in sampling.
+optimizer. With names of gates, only these are trained, and the results of the others stay, with their provenance.
+Losses of gates whose choice for a token depends on later tokens (`expert_choice`, `softmoe`, `batch_prioritised`) could
+not be reached in sampling.
 """
 
-from count_argument import count_argument
-from results_file import rounded, write_result
+import json
+
+from count_argument import check_least
+from results_file import RESULTS, rounded, write_result
 from training_run import records_of, train_config
 
 from moe_jax.config.registry import GATE_FACTS
-from moe_jax.errors import run_command
+from moe_jax.errors import CommandParser, run_command
 from moe_jax.plan.resources import count_parameters
 
 SMALL = ["model.num_layers=2", "data.seq_len=64", "train.batch_size=8", "optimizer.warmup_steps=20"]
@@ -26,13 +29,19 @@ _LAST = 20  # steps that the loads at the end are averaged over
 
 def main() -> None:
     """Train with all gates and write results/gates.json."""
-    steps = count_argument("STEPS", 200, __doc__)
-    values: dict[str, object] = {
-        "steps": steps,
-        "settings": SMALL,
-        "gates": {gate: _run(gate, steps) for gate, facts in GATE_FACTS.items() if not facts.for_timing_only},
-    }
-    write_result("gates", values)
+    parser = CommandParser(prog="python profiling/gates.py", description=__doc__)
+    parser.add_argument("--steps", type=int, default=200, help="default: %(default)s")
+    parser.add_argument("gates", metavar="GATE", nargs="*")
+    arguments = parser.parse_args()
+    check_least(arguments, steps=1)
+    learning = [gate for gate, facts in GATE_FACTS.items() if not facts.for_timing_only]
+    before = json.loads((RESULTS / "gates.json").read_text()) if arguments.gates else {}
+    found = {gate: _run(gate, arguments.steps) for gate in arguments.gates or learning}
+    gates = {**before.get("gates", {}), **found}
+    values: dict[str, object] = {"steps": arguments.steps, "settings": SMALL}
+    if arguments.gates:
+        values |= {"measured_now": arguments.gates, "provenance_of_the_others": before["provenance"]}
+    write_result("gates", values | {"gates": {gate: gates[gate] for gate in learning}})
 
 
 def _run(gate: str, steps: int) -> dict[str, object]:

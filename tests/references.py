@@ -107,9 +107,13 @@ def attention(p, x_ND, model: ModelConfig, block: int):
 
 def visible(n, model: ModelConfig, block: int):
     """Which tokens (columns) a token (row) sees."""
-    window, full_every = model.attention.sliding_window, model.attention.full_every
+    window, full_every, chunk = model.attention.sliding_window, model.attention.full_every, model.attention.chunk_size
     causal = np.tri(n, dtype=bool)
-    if window is None or (full_every and (block + 1) % full_every == 0):
+    if full_every and (block + 1) % full_every == 0:
+        return causal
+    if chunk is not None:
+        return np.array([[i // chunk == j // chunk and j <= i for j in range(n)] for i in range(n)])
+    if window is None:
         return causal
     return causal & ~np.tri(n, k=-window, dtype=bool)
 
@@ -141,6 +145,12 @@ def grouped_heads(p, h, model: ModelConfig, block: int):
 
     for step in (rotated, normed) if model.qk_norm_after_rope else (normed, rotated):
         q, k = step(q, k)
+    if model.attention.nope_every is None or (block + 1) % model.attention.nope_every:
+        if model.qk_l2_norm:
+            q, k = (norm(x, 1.0, model.rms_norm_eps) for x in (q, k))
+    else:
+        reached = (np.arange(q.shape[1]) + 1) // model.attention.floor_scale
+        q = q * (1 + model.attention.attn_scale * np.log(1 + reached))[:, None]
     keys_and_values = rows_of((k, v))
     for head, q_NK in enumerate(rows_of(q)):
         yield q_NK, *keys_and_values[head * model.kv_heads // model.num_attention_heads]
@@ -290,7 +300,11 @@ def moe_layer(
         )
         weight_TE = jnp.where(kept_TE, weight_TE, 0)
         weight_ET1 = rows_of(weight_TE.T[:, :, None])
-        routed = sum(weight_T1 * run_expert(expert, h_TD) for expert, weight_T1 in enumerate(weight_ET1))
+        if moe.apply_probs_on_input:
+            kept_ET1 = kept_TE.T[:, :, None]
+            routed = sum(kept_ET1[e] * run_expert(e, weight_T1 * h_TD) for e, weight_T1 in enumerate(weight_ET1))
+        else:
+            routed = sum(weight_T1 * run_expert(expert, h_TD) for expert, weight_T1 in enumerate(weight_ET1))
         count_E, dropped = chosen_TE.sum(0), (chosen_TE & ~kept_TE).sum()
     z_loss = 0.0
     if logit_TE is not None:

@@ -261,7 +261,7 @@ REFUSED = {
     ),
     "model.attention.full_every=2": (
         "model.attention.full_every=2 excepts blocks from a window that there is not: "
-        "set model.attention.sliding_window, or model.attention.full_every=null"
+        "set model.attention.sliding_window or model.attention.chunk_size, or model.attention.full_every=null"
     ),
     "model.num_attention_heads=4 model.num_key_value_heads=3": (
         "model.num_key_value_heads=3 does not divide model.num_attention_heads=4: use 1, 2 or 4"
@@ -323,6 +323,37 @@ REFUSED = {
     "model.head_dim=4 model.rope_scaling.rope_type=longrope model.rope_scaling.short_factor=[1,0]": (
         "model.rope_scaling.short_factor[1]=0.0 must be above 0"
     ),
+    "model.attention.chunk_size=0": "model.attention.chunk_size=0 must be at least 1 (or null)",
+    "model.attention.chunk_size=4 model.attention.sliding_window=4": (
+        "model.attention.chunk_size=4 and model.attention.sliding_window=4 both limit what a token attends to: set one "
+        "of them to null"
+    ),
+    "model.attention.attn_scale=0.1": (
+        "model.attention.attn_scale=0.1 is for blocks without rotary embedding: set model.attention.nope_every, or "
+        "model.attention.attn_scale=0"
+    ),
+    "model.attention.floor_scale=4": (
+        "model.attention.floor_scale=4 is of model.attention.attn_scale: set both, or model.attention.floor_scale=8192"
+    ),
+    "model.qk_l2_norm=true model.qk_norm=true": (
+        "model.qk_l2_norm=true and model.qk_norm=true are two norms of queries and keys: use one of them"
+    ),
+    "model.latent.kv_lora_rank=8 model.qk_l2_norm=true": (
+        "model.qk_l2_norm=True is not for latent attention (model.latent.kv_lora_rank=8): set model.qk_l2_norm=false, "
+        "or model.latent.kv_lora_rank=null"
+    ),
+    "model.moe.apply_probs_on_input=true": (
+        "model.moe.apply_probs_on_input=true is for tokens that choose one expert each, and model.moe.top_k=2: use "
+        "model.moe.top_k=1, or model.moe.apply_probs_on_input=false"
+    ),
+    "model.moe.apply_probs_on_input=true model.moe.top_k=1 model.moe.gate=softmoe": (
+        "model.moe.apply_probs_on_input=true is for tokens that choose one expert each, and model.moe.gate=softmoe: "
+        "use model.moe.gate=sigmoid, or model.moe.apply_probs_on_input=false"
+    ),
+    "model.attention.chunk_size=8 train.attention_kernel=cudnn train.compute_dtype=bfloat16": (
+        "train.attention_kernel=cudnn has no chunks, and model.attention.chunk_size=8 is below data.seq_len=256: use "
+        "train.attention_kernel=auto"
+    ),
     "model.normalization=layernorm model.rms_norm_zero_centered=true": (
         "model.rms_norm_zero_centered=True is for RMSNorms, and model.normalization=layernorm: use "
         "model.rms_norm_zero_centered=false, or model.normalization=rmsnorm"
@@ -331,8 +362,8 @@ REFUSED = {
         "model.num_nextn_predict_layers=1 has RMSNorms, and model.normalization=layernorm: use "
         "model.num_nextn_predict_layers=0, or model.normalization=rmsnorm"
     ),
-    "model.rope_scaling.rope_type=llama3 model.rope_scaling.slow_turns=32": (
-        "model.rope_scaling.slow_turns=32.0 must be below model.rope_scaling.fast_turns=32.0"
+    "model.rope_scaling.rope_type=llama3 model.rope_scaling.slow_turns=33": (
+        "model.rope_scaling.slow_turns=33.0 must be at most model.rope_scaling.fast_turns=32.0"
     ),
     "model.rope_scaling.rope_type=yarn model.rope_scaling.mscale_all_dim=1": (
         "model.rope_scaling.mscale_all_dim=1.0 is for latent attention: "

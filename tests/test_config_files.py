@@ -158,10 +158,12 @@ FIXED = {
             "shared_gate",
             "norm_top1_prob",
             "router_jitter_noise",
+            "apply_probs_on_input",
         )
     ),
     *(f"model.delta_net.{name}" for name in ("num_key_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")),
     "model.delta_net.full_attention_interval",
+    *("model.attention.attn_scale", "model.attention.floor_scale"),
     *(f"model.rope_scaling.{name}" for name in ("factor", "attention_factor", "mscale_all_dim")),
     *("model.rope_scaling.short_factor", "model.rope_scaling.long_factor"),
     *("train.upcycle", "train.mtp_loss_scaling_factor", "train.mtp_loss_schedule"),

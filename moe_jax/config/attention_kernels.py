@@ -94,6 +94,9 @@ def _settings_problem(kernel: Fused, config: Sections) -> str | None:
         return "has no sinks, and model.attention.sinks=true"
     if kernel == "cudnn" and config.data.mask_documents:
         return "masks no documents, and data.mask_documents=true"
+    chunk = config.model.attention.chunk_size
+    if kernel == "cudnn" and chunk is not None and chunk < config.data.seq_len:
+        return f"has no chunks, and model.attention.chunk_size={chunk} is below data.seq_len={config.data.seq_len}"
     if config.mesh.context != 1:
         return f"sees the tokens of one rank, and mesh.context={config.mesh.context}"
     return _cudnn_width_problem(config) if kernel == "cudnn" else _splash_shape_problem(config)

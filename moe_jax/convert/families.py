@@ -17,6 +17,7 @@ from moe_jax.convert import (
     granitemoe,
     hunyuan_v1_moe,
     llama,
+    llama4,
     minimax_m2,
     mistral,
     mixtral,
@@ -35,14 +36,13 @@ from moe_jax.convert.hf_config import ConvertError, HfConfig
 _MODULES = (
     *(mixtral, llama, qwen3, qwen2, mistral, qwen3_moe, olmoe, qwen2_moe, deepseek_v3, deepseek_v2, gpt_oss),
     *(dots1, glm4_moe, minimax_m2, ernie4_5_moe, granitemoe, glm4_moe_lite, hunyuan_v1_moe, qwen3_next, qwen3_5_moe),
-    phimoe,
+    *(phimoe, llama4),
 )
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 _BY_TYPE = FAMILIES | {name: family for family in FAMILIES.values() for name in family.aliases}
 
 # families that are not supported, and the first of their features that there is not
 _NOT_BUILT = {
-    **dict.fromkeys(("llama4", "llama4_text"), "attention in chunks (Llama 4)"),
     "minimax": "lightning attention (MiniMax-01)",
     "kimi_linear": "delta net that decays each feature by itself (Kimi Linear)",
     **dict.fromkeys(("jamba", "granitemoehybrid", "nemotron_h"), "state-space blocks (Mamba)"),
@@ -133,8 +133,10 @@ def _effective_settings(model: ModelConfig) -> dict[str, Any]:
         unused |= {name for name in found if name.startswith("delta_net.")} - {"delta_net.num_value_heads"}
     if "dense" not in model.block_kinds and not model.moe.dense_residual:
         unused.add("intermediate_size")
-    if model.attention.sliding_window is None:
+    if model.attention.sliding_window is None and model.attention.chunk_size is None:
         unused.add("attention.full_every")
+    if not model.attention.attn_scale:
+        unused.add("attention.floor_scale")
     if model.moe.num_experts == 0:
         unused |= {name for name in found if name.startswith("moe.")} - {"moe.num_experts"}
     else:

@@ -11,7 +11,7 @@ from moe_jax.errors import UserError
 from moe_jax.files import untrusted as foreign_files
 
 FILE = "config.json"
-_SEE_IMAGES = ("qwen3_5_moe",)  # model types whose language model has its settings in a section
+_SEE_IMAGES = ("qwen3_5_moe", "llama4")  # model types whose language model has its settings in a section
 _TEXT, _TIED = "text_config", "tie_word_embeddings"
 
 
@@ -69,6 +69,13 @@ class HfConfig:
         if not isinstance(value, bool):
             raise self._wrong(name, value, "true or false")
         return value
+
+    def truth(self, name: str, default: bool) -> bool:
+        """Return a truth value that older files have as a whole number."""
+        value = self._first((name,), default)
+        if not isinstance(value, int):
+            raise self._wrong(name, value, "true or false")
+        return bool(value)
 
     def word(self, name: str, default: str | None = None) -> str:
         """Return a string."""

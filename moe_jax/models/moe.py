@@ -73,6 +73,10 @@ def route(
     """
     h_TD = hooks_of(moe).before_layer(h_TD)
     decision, logit_TE = gate_of(moe)(params, h_TD, context.inputs, moe)
+    if moe.apply_probs_on_input:
+        assert isinstance(decision, TopKRouting), "other gates are refused"
+        h_TD = h_TD * decision.weight_Tk.astype(h_TD.dtype)
+        decision = decision._replace(weight_Tk=jnp.ones_like(decision.weight_Tk))
     is_padding_T = None if context.inputs is None else context.inputs.is_padding
     if is_padding_T is not None:
         decision = decision.without(is_padding_T)

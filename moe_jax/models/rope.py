@@ -60,6 +60,8 @@ def _linear(frequency: Pairs, theta: float, scaling: RopeScalingConfig) -> Pairs
 def _llama3(frequency: Pairs, theta: float, scaling: RopeScalingConfig) -> Pairs:
     """Interpolate along a ramp over the number of turns (Llama 3, 2024, in its published code)."""
     turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
+    if scaling.slow_turns == scaling.fast_turns:  # there is no ramp
+        return _interpolate(frequency, np.where(turns < scaling.slow_turns, 0.0, 1.0), scaling)
     unscaled = np.clip((turns - scaling.slow_turns) / (scaling.fast_turns - scaling.slow_turns), 0, 1)
     return _interpolate(frequency, unscaled, scaling)
 

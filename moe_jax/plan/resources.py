@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moe_jax.config import Config, ModelConfig
+from moe_jax.config import AttentionView, Config, ModelConfig
 from moe_jax.config.facts import SCORE_BIAS
 from moe_jax.config.gates import gate_parameters
 from moe_jax.plan.delta_nets import mean_over_blocks, needed_flops, weights_of
@@ -234,16 +234,19 @@ def train_flops_per_token(model: ModelConfig, seq_len: int) -> float:
     its own and uses the head once more.
     """
     again = model.hidden_size * model.vocab_size * model.num_nextn_predict_layers
-    visible = sum(_mean_visible(view.window, seq_len) for view in model.views if not view.is_delta)
+    visible = sum(_mean_visible(view, seq_len) for view in model.views if not view.is_delta)
     attention = 6 * model.num_attention_heads * (model.qk_width + model.v_width) * visible
     deltas = 3 * needed_flops(model) * sum(view.is_delta for view in model.views)
     mixes = 6 * mixed_matrices(model) * model.block_kinds.count("moe")
     return float(6 * (count_parameters(model).matrix_active + again) + attention + deltas + mixes)
 
 
-def _mean_visible(window: int | None, seq_len: int) -> float:
+def _mean_visible(view: AttentionView, seq_len: int) -> float:
     """The number of earlier tokens that a token attends to, averaged over a sequence."""
-    width = seq_len if window is None else min(window, seq_len)
+    if view.chunk is not None:
+        chunks, rest = divmod(seq_len, view.chunk)
+        return (chunks * view.chunk**2 + rest**2) / (2 * seq_len)
+    width = seq_len if view.window is None else min(view.window, seq_len)
     return width - width**2 / (2 * seq_len)
 
 

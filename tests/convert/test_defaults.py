@@ -34,6 +34,7 @@ DEFAULTS = {
     "mistral": (1e4, 8, 131_072),
     "granitemoe": (1e4, HEADS, 2048),
     "ernie4_5_moe": (5e5, 4, 131_072),
+    "llama4_text": (5e5, 8, 131_072),
     "phimoe": (1e6, 8, 131_072),
     "qwen3_next": (1e4, 2, 32_768),
     "qwen3_5_moe_text": (1e4, 2, 32_768),

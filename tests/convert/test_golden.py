@@ -22,7 +22,8 @@ SAME = {
 }  # other names or files of the same architecture
 
 
-SIZES = [*NAMES, "qwen3_next_2", "qwen3_5_moe_text_2", "phimoe_2"]  # a second one of a family whose blocks differ
+# second ones of the newest families
+SIZES = [*NAMES, "qwen3_next_2", "qwen3_5_moe_text_2", "phimoe_2", "llama4_text_2"]
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -21,7 +21,34 @@ _AS_SHARED = "is not supported: it must be a multiple of moe_intermediate_size=1
 _WINDOWS = ["full_attention", "sliding_attention"]
 _PHI = json.loads((GOLDEN / "phimoe/config.json").read_text())["rope_parameters"]
 _AS_SCALES = "rope_parameters: short_mscale=1.2 and long_mscale=1.3 are not supported: they must be the same"
+_AS_NTH = "num_hidden_layers=4 every n-th must be"
 REFUSED = [
+    ("llama4_text", "num_experts_per_tok", 2, "num_experts_per_tok=2 is not supported: it must be 1"),
+    (
+        "llama4_text",
+        "no_rope_layers",
+        [0, 1, 1, 1],
+        f"no_rope_layers is not supported: of {_AS_NTH} 0, the others 1",
+    ),
+    (
+        "llama4_text",
+        "layer_types",
+        ["full_attention", *["chunked_attention"] * 3],
+        f"layer_types is not supported: of {_AS_NTH} 'full_attention', the others 'chunked_attention'",
+    ),
+    (
+        "llama4_text",
+        "moe_layers",
+        [0, 1, 3],
+        "moe_layers=[0, 1, 3] is not supported: above the lowest blocks, every n-th must have experts",
+    ),
+    (
+        "llama4_text",
+        "attention_chunk_size",
+        None,
+        "layer_types has 'chunked_attention', and attention_chunk_size is null: set it",
+    ),
+    ("llama4_text", "attn_temperature_tuning", "yes", 'attn_temperature_tuning="yes" must be true or false'),
     ("phimoe", "num_experts_per_tok", 3, "num_experts_per_tok=3 is not supported: it must be 2"),
     ("phimoe", "rope_parameters", _PHI | {"long_mscale": 1.3}, _AS_SCALES),
     (

@@ -315,6 +315,47 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "llama4_text": (
+        "Llama4Text",
+        SHARED
+        | {
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "intermediate_size": 12,
+            "intermediate_size_mlp": 20,
+            "num_local_experts": 8,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layer_interval": 2,
+            "attention_chunk_size": 8,
+            "floor_scale": 4,
+            "attn_scale": 0.3,
+        },
+    ),
+    "llama4_text_2": (
+        "Llama4Text",
+        SHARED
+        | {
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 4,
+            "head_dim": 12,
+            "intermediate_size": 16,
+            "num_local_experts": 4,
+            "no_rope_layer_interval": 3,
+            "attention_chunk_size": 24,
+            "attn_temperature_tuning": False,
+            "use_qk_norm": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 1.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
     "qwen2": ("Qwen2", SHARED | {"intermediate_size": 40, "rope_parameters": {"rope_theta": 1e6}}),
     "mistral": ("Mistral", SHARED | {"intermediate_size": 40, "head_dim": 12, "sliding_window": 5}),
     "ernie4_5_moe": (

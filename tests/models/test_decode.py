@@ -85,6 +85,13 @@ MODELS = {
         activation="clipped_swiglu",
         moe=dataclasses.replace(MODEL.moe, shared_gate=True),
     ),
+    "chunks": dataclasses.replace(
+        MODEL,
+        qk_norm=False,
+        qk_l2_norm=True,
+        attention=AttentionConfig(chunk_size=5, full_every=3, nope_every=3, attn_scale=0.5, floor_scale=4),
+        moe=dataclasses.replace(MODEL.moe, gate="sigmoid", top_k=1, apply_probs_on_input=True),
+    ),
     "norms and positions of Phi": dataclasses.replace(
         MODEL,
         normalization="layernorm",

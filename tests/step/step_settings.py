@@ -65,6 +65,10 @@ FACTORS: dict[str, dict[str, str]] = {
         # with the norms and the head of Phi-3.5-MoE
         "sparsemixer": "model.moe.gate=sparsemixer model.moe.router_jitter_noise=0.3 model.normalization=layernorm "
         "model.head_bias=true",
+        # with the attention of Llama 4; 12 tokens are two and a half chunks
+        "on_input": "model.moe.gate=sigmoid model.moe.top_k=1 model.moe.apply_probs_on_input=true "
+        "model.attention.chunk_size=5 model.attention.full_every=2 model.attention.nope_every=2 "
+        "model.attention.attn_scale=0.3 model.attention.floor_scale=3 model.qk_l2_norm=true",
         "xmoe": "model.moe.gate=xmoe model.moe.router_rank=5",
         "v3": "model.moe.gate=deepseek_v3 model.moe.n_group=4 model.moe.topk_group=2 model.moe.top_k=3 "
         "model.moe.routed_scaling_factor=2.0",
@@ -170,6 +174,7 @@ REFUSED: Pairs = [
     {"experts": "copied", "room": ("slots", "few")},
     {"gate": "sparsemixer", "attention": "delta_nets"},  # norms with weights around 0
     {"gate": "sparsemixer", "mtp": "mtp"},
+    {"gate": "on_input", "attention": ("latent", "sinks", "normed")},
     {"attention": "delta_nets", "mesh": ("c2e2", "c2e2_shared", "c2t2")},
 ]
 # pairs of which one setting changes nothing

@@ -21,6 +21,8 @@ class MoEConfig:
     num_shared_experts: int = number(0, Range(0, PARTS))
     shared_gate: bool = False  # multiply the shared experts' output by a sigmoid of the token's features (Qwen2-MoE)
     dense_residual: bool = False  # add the MLP of a dense block to the experts' output (Arctic)
+    # with top_k=1, multiply the input of a token's expert by its weight, instead of the output (Llama 4)
+    apply_probs_on_input: bool = False
     bias: bool = False  # bias vectors of the router's logits and after each matrix of an expert
     # slots per expert / even share of the tokens; null: dropless
     capacity_factor: float | None = number(1.25, Range(0, EXPERTS, above=True))
@@ -164,8 +166,15 @@ class AttentionConfig:
     output_gate: bool = False  # multiply each head's output by a sigmoid of the token's features (Qwen3-Next)
     # tokens that a token attends to, itself included; null: all before it
     sliding_window: int | None = number(None, Range(1, ANY))
-    full_every: int | None = number(None, Range(1, ANY))  # every n-th block has no window
+    # tokens of a chunk: a token attends to those before it in its own chunk, counted from the beginning of the
+    # sequence; null: to all before it (Llama 4)
+    chunk_size: int | None = number(None, Range(1, ANY))
+    full_every: int | None = number(None, Range(1, ANY))  # every n-th block has no window and no chunks
     nope_every: int | None = number(None, Range(1, ANY))  # every n-th block has no rotary embedding (Llama 4)
+    # in blocks without rotary embedding, queries at position p are multiplied by
+    # 1 + attn_scale · ln(1 + ⌊(p + 1) / floor_scale⌋), p counted from 0 (Llama 4); 0: they are not
+    attn_scale: float = number(0.0, Range(0, LARGE))
+    floor_scale: int = number(8192, Range(1, ANY))  # tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +208,7 @@ class AttentionView(NamedTuple):
     window: int | None  # tokens that a token attends to, itself included; None: all before it
     rope: bool  # whether queries and keys are rotated
     is_delta: bool = False  # whether the block has a gated delta net instead, which has neither
+    chunk: int | None = None  # tokens of a chunk, to whose tokens attention is limited; None: there are none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +231,9 @@ class ModelConfig(HashedOnce):
     qk_norm: bool = False  # RMSNorm on queries and keys
     qk_norm_over: Literal["head", "projection"] = "head"  # norm of each head, or of all heads together (OLMoE)
     qk_norm_after_rope: bool = False  # this RMSNorm after the rotation instead of before it (Hunyuan-A13B)
+    # in blocks with rotary embedding, each head's rotated query and key are divided by the root of their mean square,
+    # without weights (Llama 4)
+    qk_l2_norm: bool = False
     tie_word_embeddings: bool = False  # one matrix for the embedding and the head
     head_bias: bool = False  # a bias vector of the head's logits (Phi-3.5-MoE)
     rope_theta: float = number(10_000.0, Range(1, 1e15))
@@ -307,9 +320,11 @@ class ModelConfig(HashedOnce):
         def view(block: int) -> AttentionView:
             if self.has_delta_nets and not is_nth(block, self.delta_net.full_attention_interval):
                 return AttentionView(window=None, rope=False, is_delta=True)
+            is_full = is_nth(block, attention.full_every)
             return AttentionView(
-                window=None if is_nth(block, attention.full_every) else attention.sliding_window,
+                window=None if is_full else attention.sliding_window,
                 rope=not is_nth(block, attention.nope_every),
+                chunk=None if is_full else attention.chunk_size,
             )
 
         views = tuple(view(block) for block in range(self.num_layers))

@@ -5,7 +5,7 @@ import functools
 import math
 
 from moe_jax.config.registry import DISPATCHER_FACTS, GATE_FACTS
-from moe_jax.config.sections import ModelConfig, MoEConfig, Sections, TrainConfig
+from moe_jax.config.sections import AttentionConfig, ModelConfig, MoEConfig, Sections, TrainConfig
 from moe_jax.config.validate.ranges import RANGES, check_changes, check_number
 from moe_jax.errors import ConfigError, all_of, divisors_text
 
@@ -70,6 +70,8 @@ def _check_latents(model: ModelConfig) -> None:
         ("head_dim", model.head_dim, None),
         ("partial_rotary_factor", model.partial_rotary_factor, 1.0),
         ("qk_norm", model.qk_norm, False),
+        ("qk_l2_norm", model.qk_l2_norm, False),
+        ("attention.attn_scale", model.attention.attn_scale, 0.0),
         ("attention.bias", model.attention.bias, False),
         ("attention.output_gate", model.attention.output_gate, False),
     ):
@@ -102,14 +104,34 @@ def _check_delta_nets(model: ModelConfig) -> None:
 
 def _check_views(model: ModelConfig) -> None:
     attention = model.attention
-    if attention.full_every is not None and attention.sliding_window is None:
+    name, chunk, window = "model.attention", attention.chunk_size, attention.sliding_window
+    if attention.full_every is not None and window is None and chunk is None:
         raise ConfigError(
-            f"model.attention.full_every={attention.full_every} excepts blocks from a window that there is not: "
-            "set model.attention.sliding_window, or model.attention.full_every=null"
+            f"{name}.full_every={attention.full_every} excepts blocks from a window that there is not: "
+            f"set {name}.sliding_window or {name}.chunk_size, or {name}.full_every=null"
+        )
+    if chunk is not None and window is not None:
+        raise ConfigError(
+            f"{name}.chunk_size={chunk} and {name}.sliding_window={window} both limit what a token attends to: set one "
+            "of them to null"
+        )
+    if attention.attn_scale and attention.nope_every is None:
+        raise ConfigError(
+            f"{name}.attn_scale={attention.attn_scale} is for blocks without rotary embedding: set {name}.nope_every, "
+            f"or {name}.attn_scale=0"
+        )
+    if not attention.attn_scale and attention.floor_scale != AttentionConfig.floor_scale:
+        raise ConfigError(
+            f"{name}.floor_scale={attention.floor_scale} is of {name}.attn_scale: set both, or "
+            f"{name}.floor_scale={AttentionConfig.floor_scale}"
         )
 
 
 def _check_norms(model: ModelConfig) -> None:
+    if model.qk_l2_norm and model.qk_norm:
+        raise ConfigError(
+            "model.qk_l2_norm=true and model.qk_norm=true are two norms of queries and keys: use one of them"
+        )
     if model.normalization == "rmsnorm":
         return
     for name, value, unset, reason in (
@@ -155,8 +177,8 @@ def _check_rope(model: ModelConfig) -> None:
                 f"or {name}.{key}={unset}"
             )
     slow, fast = scaling.slow_turns, scaling.fast_turns
-    if (scaling.rope_type == "yarn" and slow > fast) or (scaling.rope_type == "llama3" and slow >= fast):
-        raise ConfigError(f"{name}.slow_turns={slow} must be below {name}.fast_turns={fast}")
+    if scaling.rope_type in ("yarn", "llama3") and slow > fast:
+        raise ConfigError(f"{name}.slow_turns={slow} must be at most {name}.fast_turns={fast}")
     if scaling.mscale_all_dim and not model.has_latents:
         raise ConfigError(
             f"{name}.mscale_all_dim={scaling.mscale_all_dim} is for latent attention: "
@@ -177,6 +199,12 @@ def _check_experts(model: ModelConfig) -> None:
         raise ConfigError(
             "model.moe.shared_gate=true without shared experts: set model.moe.num_shared_experts, or "
             "model.moe.shared_gate=false"
+        )
+    if moe.apply_probs_on_input and (moe.top_k > 1 or moe.gate_facts.fills_slots):
+        name, value, needed = ("top_k", moe.top_k, "1") if moe.top_k > 1 else ("gate", moe.gate, "sigmoid")
+        raise ConfigError(
+            "model.moe.apply_probs_on_input=true is for tokens that choose one expert each, and "
+            f"model.moe.{name}={value}: use model.moe.{name}={needed}, or model.moe.apply_probs_on_input=false"
         )
     if moe.top_k > moe.num_experts:
         raise ConfigError(f"model.moe.top_k={moe.top_k} must be 1..model.moe.num_experts={moe.num_experts}")

@@ -15,6 +15,8 @@ from moe_jax.config import AttentionView, ModelConfig
 from moe_jax.models.attention import delta_net, grouped, latent
 from moe_jax.models.attention.core import AttentionImpl
 from moe_jax.models.layers import block_norm, scaled
+from moe_jax.parallel.context import context_ranks
+from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.sequence_shards import tp_reduce_scatter
 
 
@@ -58,9 +60,25 @@ def attend(
     document would change nothing but rounding.
     """
     h_BnD = block_norm(params, x_BnD, model)
+    if view.chunk is not None:  # each is a document by itself
+        document_BL = _in_chunks(document_BL, view.chunk, len(x_BnD), x_BnD.shape[1] * jax.lax.axis_size(Axis.TENSOR))
     out_BNHV = kind_of(model, view).heads(params, h_BnD, model, view, impl, document_BL)
     y_BnD = tp_reduce_scatter(_project_output(params, out_BNHV), 1)
     return _residual(params, y_BnD, model)
+
+
+def _in_chunks(document_BL: Int[Array, "B L"] | None, chunk: int, batch: int, own: int) -> Int[Array, "B L"] | None:
+    """Return the numbers of documents that are cut into chunks of so many tokens; None: all are in one.
+
+    A context rank has `own` tokens of each sequence.
+    """
+    length = own * context_ranks()
+    if length <= chunk:
+        return document_BL
+    chunk_L = jnp.arange(length, dtype=jnp.int32) // chunk
+    if document_BL is None:
+        return jnp.broadcast_to(chunk_L, (batch, length))
+    return document_BL * (-(-length // chunk)) + chunk_L
 
 
 def attend_cached(

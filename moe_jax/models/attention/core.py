@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from moe_jax.config import AttentionView
+
 
 class AttentionImpl(NamedTuple):
     """The implementation of attention. It does not change the results beyond rounding."""
@@ -69,6 +71,10 @@ def update_slots(
     return put(cache_BS, new_BN, position_B)
 
 
-def visible_slots(position_BN: Int[Array, "B N"], slots: int, window: int | None) -> Bool[Array, "B N S"]:
+def visible_slots(position_BN: Int[Array, "B N"], slots: int, view: AttentionView) -> Bool[Array, "B N S"]:
     """Return whether the token at each position attends to the token in each slot."""
-    return jax.vmap(lambda position_N: causal_mask(position_N, jnp.arange(slots), window))(position_BN)
+    slot_S = jnp.arange(slots)
+    is_seen_BNS = jax.vmap(lambda position_N: causal_mask(position_N, slot_S, view.window))(position_BN)
+    if view.chunk is None:
+        return is_seen_BNS
+    return is_seen_BNS & (position_BN[:, :, None] // view.chunk == slot_S // view.chunk)

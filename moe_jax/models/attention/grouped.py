@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.config import AttentionView, ModelConfig
+from moe_jax.config import AttentionConfig, AttentionView, ModelConfig
 from moe_jax.models.attention.core import AttentionImpl, masked_attention, update_slots, visible_slots
 from moe_jax.models.attention.kernels import KERNELS
 from moe_jax.models.attention.over_context import FORMS
-from moe_jax.models.layers import norm, norm_weight
+from moe_jax.models.layers import norm, norm_weight, rms_norm
 from moe_jax.models.rope import logit_scale, rotate
 from moe_jax.parallel.context import context_ranks, own_positions
 from moe_jax.parallel.sequence_shards import tp_all_gather
@@ -71,7 +71,7 @@ def cached_heads(
     position_BN = position_B[:, None] + jnp.arange(h_BND.shape[1])
     query, *new = _project(params, h_BND, position_BN, model, view, cache[0].shape[1])
     keys, values = (update_slots(old, each, position_B) for old, each in zip(cache, new, strict=True))
-    mask_BNS = visible_slots(position_BN, keys.shape[1], view.window)
+    mask_BNS = visible_slots(position_BN, keys.shape[1], view)
     scale = logit_scale(model)
     if "sink" in params:
         out = masked_attention(query, keys, values, mask_BNS, scale, params["sink"])
@@ -109,9 +109,19 @@ def _project(
         query, key = normed(query, key)
     if view.rope:
         query, key = (_rotate(x, position_BN, model, length) for x in (query, key))
+        if model.qk_l2_norm:
+            query, key = (rms_norm(x, jnp.ones(x.shape[-1]), model.rms_norm_eps) for x in (query, key))
+    elif model.attention.attn_scale:
+        query = query * _temperature(position_BN, model.attention)[:, :, None, None].astype(query.dtype)
     if model.qk_norm and model.qk_norm_after_rope:
         query, key = normed(query, key)
     return query, key, value
+
+
+def _temperature(position_BN: Int[Array, "B N"], attention: AttentionConfig) -> Float[Array, "B N"]:
+    """Return what queries are multiplied by, which grows with their position (Nakanishi 2025, as in Llama 4)."""
+    floor = jnp.floor((position_BN.astype(jnp.float32) + 1) / attention.floor_scale)
+    return 1 + attention.attn_scale * jnp.log1p(floor)
 
 
 def _rotate(x_BNHK: jax.Array, position_BN: Int[Array, "B N"], model: ModelConfig, length: int) -> jax.Array:

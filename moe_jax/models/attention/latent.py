@@ -88,7 +88,7 @@ def cached_heads(
         jnp.concatenate([latent_query, rotated], axis=-1),
         jnp.concatenate([latents, keys], axis=-1)[:, :, None],
         latents[:, :, None],
-        visible_slots(position_BN, keys.shape[1], view.window),
+        visible_slots(position_BN, keys.shape[1], view),
         logit_scale(model),
         params.get("sink"),
     )
