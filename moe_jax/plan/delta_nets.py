@@ -8,7 +8,7 @@ import math
 from typing import NamedTuple
 
 from moe_jax.config import ModelConfig
-from moe_jax.config.attention_kernels import DELTA_CHUNK
+from moe_jax.config.attention_kernels import STATE_CHUNK
 
 # Numbers in float32 per feature that pass through memory, forward and backward, which computes the forward pass again:
 # estimates of how much XLA fuses.
@@ -56,7 +56,7 @@ def needed_flops(model: ModelConfig) -> int:
 
 def computed_flops(model: ModelConfig) -> float:
     """Return a token's operations in the matrix products of chunks, those that invert triangular matrices included."""
-    delta, chunk = model.delta_net, DELTA_CHUNK
+    delta, chunk = model.delta_net, STATE_CHUNK
     of_states = 6 * delta.value_width * delta.key_head_dim
     inverses = 4 * (math.log2(chunk) - 1) * chunk**2 * (delta.num_value_heads or 0)
     return of_states + 4 * chunk * (delta.value_width + delta.key_width) + inverses
@@ -93,6 +93,6 @@ def _per_token(model: ModelConfig) -> tuple[float, float, float]:
     delta = model.delta_net
     return (
         2 * delta.key_width + delta.value_width,
-        DELTA_CHUNK * (delta.num_value_heads or 0),
-        delta.value_width * delta.key_head_dim / DELTA_CHUNK,
+        STATE_CHUNK * (delta.num_value_heads or 0),
+        delta.value_width * delta.key_head_dim / STATE_CHUNK,
     )

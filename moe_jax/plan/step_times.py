@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from moe_jax.config import Config, ModelConfig
-from moe_jax.config.attention_kernels import DELTA_CHUNK, kernel_of
+from moe_jax.config.attention_kernels import STATE_CHUNK, kernel_of
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.collective_costs import Collective, CollectiveCosts, DeviceGroup
 from moe_jax.plan.costs import order_times
@@ -230,7 +230,7 @@ class Step:
         The backward pass computes the forward pass again.
         """
         device, model, backward = self.device, self.config.model, direction == "B"
-        inner = min(model.delta_net.key_head_dim, DELTA_CHUNK)
+        inner = min(model.delta_net.key_head_dim, STATE_CHUNK)
         rate = device.matrix_flops_per_s * device.matrix_efficiency * device.rate_shares.of("float32")
         products_s = computed_flops(model) * (inner + device.units.start) / inner / rate
         moved_s = moved_bytes(model, backward) / device.copied_bytes_per_s

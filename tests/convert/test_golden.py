@@ -19,7 +19,7 @@ from tests.models.test_decode import logits_of
 SAME = {"glm4_moe_lite": "deepseek_v3"}  # another name of the same architecture
 
 
-SIZES = [*NAMES, "qwen3_next_2"]  # a second one of a family whose blocks differ
+SIZES = [*NAMES, "qwen3_next_2", "granitemoehybrid_2"]  # second ones of families whose blocks differ
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -50,7 +50,7 @@ def test_tensors_come_back_bit_for_bit(name, tmp_path):
     assert FAMILIES[model_type].model(HfConfig(settings, "")) == model
 
 
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss", "granitemoehybrid"])
 def test_each_device_reads_its_part(name):
     whole, cut = read(GOLDEN / name), read(GOLDEN / name, MeshConfig(data=1, expert=2, tensor=2))
     jax.tree.map(np.testing.assert_array_equal, cut, whole)

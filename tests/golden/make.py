@@ -68,6 +68,15 @@ NEXT = {
     "num_experts_per_tok": 3,
     "rms_norm_eps": 1e-4,  # with 1e-6 and larger matrices, logits in float32 are 3e-5 and more from those in float64
 }
+HYBRID = {
+    "intermediate_size": 12,
+    "shared_intermediate_size": 24,
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 3.0,
+}
+IN_CHUNKS = ("qwen3_next_2", "granitemoehybrid_2")  # with sequences longer than a chunk of their recurrent layers
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": (
@@ -241,6 +250,37 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        SHARED
+        | HYBRID
+        | {
+            "vocab_size": 256,  # bytes, so that tests may train it
+            "num_hidden_layers": 4,
+            "layer_types": ["mamba", "attention", "mamba", "mamba"],
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "mamba_n_heads": 4,
+            "mamba_d_state": 12,
+        },
+    ),
+    "granitemoehybrid_2": (  # another size, with positions, groups of heads, and longer sequences
+        "GraniteMoeHybrid",
+        SHARED
+        | HYBRID
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["attention", "mamba", "mamba"],
+            "position_embedding_type": "rope",
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 8,
+            "mamba_d_conv": 3,
+            "tie_word_embeddings": True,
+        },
+    ),
     "qwen2": ("Qwen2", SHARED | {"intermediate_size": 40, "rope_parameters": {"rope_theta": 1e6}}),
     "mistral": ("Mistral", SHARED | {"intermediate_size": 40, "head_dim": 12, "sliding_window": 5}),
     "ernie4_5_moe": (
@@ -284,7 +324,7 @@ def make(family: str, out: Path, others: dict[str, Any]) -> None:
                 leaf.mul_(4)  # so that some are clipped
             if family == "mixtral":
                 leaf.copy_(leaf.bfloat16())
-        tokens = torch.randint(0, settings["vocab_size"], (2, 80 if family == "qwen3_next_2" else 24))
+        tokens = torch.randint(0, settings["vocab_size"], (2, 80 if family in IN_CHUNKS else 24))
         logits = model(tokens).logits
     folder = out / family
     sizes = {"max_shard_size": "40KB"} if family == "mixtral" else {}

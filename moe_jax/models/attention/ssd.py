@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.config.attention_kernels import SSD_CHUNK
+from moe_jax.config.attention_kernels import STATE_CHUNK
 from moe_jax.models.attention.state_scan import decays_of, scan_chunks, scan_tokens
 
 State = Float[Array, "B G J K V"]
@@ -55,7 +55,7 @@ def token_by_token(tokens: Tokens, state: State, document_B: Int[Array, " B"]) -
 
 
 def in_chunks(
-    tokens: Tokens, state: State, document_B: Int[Array, " B"], chunk: int = SSD_CHUNK
+    tokens: Tokens, state: State, document_B: Int[Array, " B"], chunk: int = STATE_CHUNK
 ) -> tuple[jax.Array, State]:
     """Return the same as `token_by_token`, with matrix products over chunks of tokens."""
     return scan_chunks(_through_chunk, tokens, state, document_B, chunk)
