@@ -147,6 +147,8 @@ FIXED = {
     ),
     *(f"model.delta_net.{name}" for name in ("num_key_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")),
     "model.delta_net.full_attention_interval",
+    *(f"model.mamba.{name}" for name in ("head_dim", "n_groups", "d_state", "d_conv")),
+    *("model.mamba.attn_layer_period", "model.mamba.attn_layer_offsets"),
     *(f"model.rope_scaling.{name}" for name in ("factor", "attention_factor", "mscale_all_dim")),
     *("train.upcycle", "train.mtp_loss_scaling_factor", "train.mtp_loss_schedule"),
 }

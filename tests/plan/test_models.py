@@ -46,6 +46,7 @@ PUBLISHED = {
     # with a scale for each block of 128 x 128 numbers in 8 bits
     "minimax_m2": Published("safetensors; model card: 10B", 228_703_644_928, "10", False, elsewhere=13_880_064),
     "qwen3_next_80b_a3b": Published("model card: 80B, 3B", "80", "3"),
+    "granite_4_0_h_small": Published("model card: 32B, 9B", "32", "9"),
     "ernie_4_5_21b_a3b": Published("model card: 21B, 3B", "21", "3"),
     "gpt_oss_120b": Published(
         "safetensors; model card, table 1: 5.13B", 116_829_156_672, "5.13", input_embedding_active=False

@@ -118,9 +118,9 @@ def _check_mamba(model: ModelConfig) -> None:
         return None
     if not offsets or offsets != sorted(set(range(period)).intersection(offsets)) or len(offsets) == period:
         raise ConfigError(
-            f"{name}.attn_layer_offsets={offsets} with {name}.attn_layer_period={period}: list the places of attention "
-            f"in growing order, from 0 to {period - 1} and not all of them; without attention in any block "
-            f"{name}.attn_layer_period=null, without Mamba-2 {name}.num_heads=null"
+            f"{name}.attn_layer_offsets={offsets} with {name}.attn_layer_period={period}: use some places from 0 to "
+            f"{period - 1} in growing order, {name}.attn_layer_period=null for attention in no block, or "
+            f"{name}.num_heads=null for attention in all"
         )
     return None
 
