@@ -258,7 +258,7 @@ class ModelConfig(HashedOnce):
     partial_rotary_factor: float = number(1.0, Range(0, 1, above=True))
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
     rms_norm_eps: float = number(1e-6, Range(0, 1, above=True))
-    # weights of RMSNorms are differences from 1, but for those inside delta nets (Qwen3-Next)
+    # weights of RMSNorms are differences from 1, but for those inside recurrent layers (Qwen3-Next)
     rms_norm_zero_centered: bool = False
     # factors of Granite: on the rows of the embedding,
     embedding_multiplier: float = number(1.0, Range(0, LARGE, above=True))
