@@ -125,8 +125,7 @@ def _settings(case: dict[str, str]) -> list[str]:
 def narrowed(config: Config) -> list[str]:
     """Return settings that make a model of the same kind small, and let it read a text of bytes."""
     model, moe, attention = config.model, config.model.moe, config.model.attention
-    delta = model.delta_net.full_attention_interval if model.has_delta_nets else None
-    every = (moe.moe_layer_freq, attention.full_every, attention.nope_every, delta)
+    every = (moe.moe_layer_freq, attention.full_every, attention.nope_every, model.recurrent_period)
     period = math.lcm(*(each for each in every if each))
     settings = {
         "model.vocab_size": 256,
@@ -159,6 +158,9 @@ def narrowed(config: Config) -> list[str]:
     if model.has_delta_nets:
         settings |= {"model.delta_net.num_value_heads": 8, "model.delta_net.num_key_heads": 4}
         settings |= {"model.delta_net.key_head_dim": 8, "model.delta_net.value_head_dim": 8}
+    if model.has_mamba:
+        settings |= {"model.mamba.num_heads": 8, "model.mamba.n_groups": min(model.mamba.n_groups, 4)}
+        settings |= {"model.mamba.head_dim": 8, "model.mamba.d_state": 8}
     if attention.sliding_window:
         settings["model.attention.sliding_window"] = 8
     if moe.num_experts:

@@ -34,10 +34,11 @@ def delta_net(p, h_ND, model: ModelConfig):
     return out
 
 
-def convolved(x_NF, weight_FW):
+def convolved(x_NF, weight_FW, bias_F=0.0):
     """SiLU of each token's weighted sum of itself, which has the last weight, and the tokens before it."""
     padded = jnp.concatenate([jnp.zeros((weight_FW.shape[1] - 1, x_NF.shape[1])), x_NF])
-    return jax.nn.silu(jnp.stack([(padded[n : n + weight_FW.shape[1]] * weight_FW.T).sum(0) for n in range(len(x_NF))]))
+    sums = [(padded[n : n + weight_FW.shape[1]] * weight_FW.T).sum(0) for n in range(len(x_NF))]
+    return jax.nn.silu(jnp.stack(sums) + bias_F)
 
 
 def unit(x):

@@ -16,6 +16,7 @@ from moe_jax.config import ModelConfig, MoEConfig
 from tests import gate_references
 from tests.delta_reference import delta_net, with_ones
 from tests.gate_references import Draws
+from tests.mamba_reference import mamba
 
 
 class Text(NamedTuple):
@@ -88,6 +89,8 @@ def attention(p, x_ND, model: ModelConfig, block: int):
     h = block_norm(p, x_ND, model)
     if "conv" in p:
         return delta_net(p, h, model)
+    if "skip" in p:
+        return mamba(p, h, model)
     heads = (latent_heads if model.latent.kv_lora_rank else grouped_heads)(p, h, model, block)
     out = p["out_bias"] if model.attention.bias and model.attention.out_bias else 0.0
     scaling = model.rope_scaling

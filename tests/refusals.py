@@ -255,6 +255,41 @@ REFUSED = {
     "model.delta_net.num_value_heads=6 model.delta_net.num_key_heads=3 mesh.tensor=2": (
         "model.delta_net.num_key_heads=3 is not divisible by mesh.tensor=2: use 2 or 4, or mesh.tensor=1"
     ),
+    "model.mamba.num_heads=4 model.delta_net.num_value_heads=6": (
+        "model.mamba.num_heads=4 and model.delta_net.num_value_heads=6 are two kinds of recurrent layers: use "
+        "model.mamba.num_heads=null, or model.delta_net.num_value_heads=null"
+    ),
+    "model.mamba.num_heads=6 model.mamba.n_groups=4": (
+        "model.mamba.n_groups=4 does not divide model.mamba.num_heads=6: use 1, 2, 3 or 6"
+    ),
+    "model.mamba.d_state=16": (
+        "model.mamba.d_state=16 without model.mamba.num_heads: set both, or model.mamba.d_state=128"
+    ),
+    "model.mamba.attn_layer_offsets=[1,2]": (
+        "model.mamba.attn_layer_offsets=[1, 2] without model.mamba.num_heads: set both, or "
+        "model.mamba.attn_layer_offsets=[]"
+    ),
+    "model.mamba.num_heads=4 model.mamba.attn_layer_offsets=[1]": (
+        "model.mamba.attn_layer_offsets=[1] without model.mamba.attn_layer_period: set both, or "
+        "model.mamba.attn_layer_offsets=[]"
+    ),
+    "model.mamba.num_heads=4 model.mamba.attn_layer_period=3": (
+        "model.mamba.attn_layer_offsets=[] with model.mamba.attn_layer_period=3: use some places from 0 to 2 in "
+        "growing order, model.mamba.attn_layer_period=null for attention in no block, or model.mamba.num_heads=null "
+        "for attention in all"
+    ),
+    "model.mamba.num_heads=4 model.mamba.attn_layer_period=2 model.mamba.attn_layer_offsets=[0,2]": (
+        "model.mamba.attn_layer_offsets=[0, 2] with model.mamba.attn_layer_period=2: use some places from 0 to 1 in "
+        "growing order, model.mamba.attn_layer_period=null for attention in no block, or model.mamba.num_heads=null "
+        "for attention in all"
+    ),
+    "model.mamba.num_heads=4 mesh.context=2": (
+        "model.mamba.num_heads=4 and mesh.context=2: the states of Mamba-2 do not travel between context ranks: use "
+        "mesh.context=1, or model.mamba.num_heads=null"
+    ),
+    "model.mamba.num_heads=6 model.mamba.n_groups=3 mesh.tensor=2": (
+        "model.mamba.n_groups=3 is not divisible by mesh.tensor=2: use 2 or 4, or mesh.tensor=1"
+    ),
     "model.latent.kv_lora_rank=8 model.head_dim=4": (
         "model.head_dim=4 is not for latent attention (model.latent.kv_lora_rank=8): "
         "set model.head_dim=null, or model.latent.kv_lora_rank=null"

@@ -164,6 +164,8 @@ FIXED = {
     *(f"model.delta_net.{name}" for name in ("num_key_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")),
     "model.delta_net.full_attention_interval",
     *("model.attention.attn_scale", "model.attention.floor_scale"),
+    *(f"model.mamba.{name}" for name in ("head_dim", "n_groups", "d_state", "d_conv")),
+    *("model.mamba.attn_layer_period", "model.mamba.attn_layer_offsets"),
     *(f"model.rope_scaling.{name}" for name in ("factor", "attention_factor", "mscale_all_dim")),
     *("model.rope_scaling.short_factor", "model.rope_scaling.long_factor"),
     *("train.upcycle", "train.mtp_loss_scaling_factor", "train.mtp_loss_schedule"),

@@ -19,9 +19,9 @@ Kernel = Literal["xla", "tiled", "cudnn", "splash"]
 Fused = Literal["cudnn", "splash"]  # kernels that never write logits to memory
 Capability = tuple[int, int]  # CUDA's compute capability
 ATTENTION_TILE = 512  # tokens of a tile of queries or keys
-# tokens of a chunk of a gated delta net: products of a chunk are square, and as many states as there are chunks pass
+# tokens of a chunk of a recurrent layer: products of a chunk are square, and as many states as there are chunks pass
 # through memory
-DELTA_CHUNK = 64
+STATE_CHUNK = 64
 HOPPER: Capability = (9, 0)
 _AMPERE: Capability = (8, 0)
 # cuDNN's limits on the features of a head: the most before Hopper, the most since, and the divisor of their number

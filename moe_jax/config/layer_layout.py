@@ -40,8 +40,7 @@ def segments(model: ModelConfig) -> tuple[Segment, ...]:
     multi-token prediction, which has parameters of its own and is a segment by itself.
     """
     blocks, moe, attention = list(zip(model.block_kinds, model.views, strict=True)), model.moe, model.attention
-    delta_period = (model.has_delta_nets and model.delta_net.full_attention_interval) or 1
-    view_period = math.lcm(attention.full_every or 1, attention.nope_every or 1, delta_period)
+    view_period = math.lcm(attention.full_every or 1, attention.nope_every or 1, model.recurrent_period)
     bottom, top = moe.first_k_dense_replace if moe.num_experts else model.num_layers, model.num_layers
     return (
         *_runs(blocks[:bottom], view_period),

@@ -15,6 +15,7 @@ from moe_jax.convert import (
     glm4_moe_lite,
     gpt_oss,
     granitemoe,
+    granitemoehybrid,
     hunyuan_v1_moe,
     llama,
     llama4,
@@ -30,13 +31,13 @@ from moe_jax.convert import (
     qwen3_moe,
     qwen3_next,
 )
-from moe_jax.convert.family import Family, expert_block_pattern
+from moe_jax.convert.family import Family, attention_block_pattern, expert_block_pattern
 from moe_jax.convert.hf_config import ConvertError, HfConfig
 
 _MODULES = (
     *(mixtral, llama, qwen3, qwen2, mistral, qwen3_moe, olmoe, qwen2_moe, deepseek_v3, deepseek_v2, gpt_oss),
     *(dots1, glm4_moe, minimax_m2, ernie4_5_moe, granitemoe, glm4_moe_lite, hunyuan_v1_moe, qwen3_next, qwen3_5_moe),
-    *(phimoe, llama4),
+    *(phimoe, llama4, granitemoehybrid),
 )
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 _BY_TYPE = FAMILIES | {name: family for family in FAMILIES.values() for name in family.aliases}
@@ -45,7 +46,8 @@ _BY_TYPE = FAMILIES | {name: family for family in FAMILIES.values() for name in 
 _NOT_BUILT = {
     "minimax": "lightning attention (MiniMax-01)",
     "kimi_linear": "delta net that decays each feature by itself (Kimi Linear)",
-    **dict.fromkeys(("jamba", "granitemoehybrid", "nemotron_h"), "state-space blocks (Mamba)"),
+    "jamba": "Mamba-1 (Jamba)",
+    "nemotron_h": "block of Mamba-2, attention or experts alone, each with one norm (Nemotron-H)",
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "sparse attention with an indexer"),
     "dbrx": "norms that subtract the mean (DBRX)",
     "flex_olmo": "norms after attention and experts (FlexOlmo)",
@@ -131,6 +133,14 @@ def _effective_settings(model: ModelConfig) -> dict[str, Any]:
             found["delta_net.full_attention_interval"] = None
     else:
         unused |= {name for name in found if name.startswith("delta_net.")} - {"delta_net.num_value_heads"}
+    if model.has_mamba:  # different numbers may give the same blocks
+        found["mamba.attn_layer_period"], found["mamba.attn_layer_offsets"] = attention_block_pattern(
+            [not view.is_recurrent for view in model.views]
+        )
+    else:
+        unused |= {name for name in found if name.startswith("mamba.")} - {"mamba.num_heads"}
+    if all(view.is_recurrent for view in model.views):
+        unused.add("attention.nope_every")
     if "dense" not in model.block_kinds and not model.moe.dense_residual:
         unused.add("intermediate_size")
     if model.attention.sliding_window is None and model.attention.chunk_size is None:

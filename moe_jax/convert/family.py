@@ -26,6 +26,7 @@ class Family:
     aliases: tuple[str, ...] = ()  # further `model_type`s with the same settings, tensors and function
     # the rows of a block with a gated delta net; None: the family has none
     delta_block: Callable[[ModelConfig, str], list[Tensor]] | None = None
+    mamba_block: Callable[[ModelConfig, str], list[Tensor]] | None = None  # the same with Mamba-2
 
     def model(self, hf: HfConfig) -> ModelConfig:
         """Return the model of a config.json. Raises ConvertError for unsupported settings."""
@@ -36,6 +37,9 @@ class Family:
         if view.is_delta:
             assert self.delta_block is not None, "models with delta nets are of families that have them"
             return self.delta_block(model, kind)
+        if view.recurrent == "mamba":
+            assert self.mamba_block is not None, "models with Mamba-2 are of families that have it"
+            return self.mamba_block(model, kind)
         return self.block(model, kind)
 
 
@@ -149,6 +153,17 @@ def expert_block_pattern(has: Sequence[bool], preferred: int = 1) -> tuple[int, 
         if first >= 0 and own == list(range(own[0], len(has), every)):
             return first, every
     return None
+
+
+def attention_block_pattern(has: Sequence[bool]) -> tuple[int | None, tuple[int, ...]]:
+    """Return the shortest `attn_layer_period` of blocks, and its `attn_layer_offsets`; blocks may end within a period.
+
+    `has` says which blocks have attention.
+    """
+    if not any(has):
+        return None, ()
+    period = next(n for n in range(1, len(has) + 1) if has[n:] == has[: len(has) - n])
+    return period, tuple(place for place in range(period) if has[place])
 
 
 def check_no_windows(hf: HfConfig) -> None:

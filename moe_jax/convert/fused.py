@@ -26,8 +26,12 @@ def stored_family(family: Family, names: Collection[str]) -> Family:
     """Return the family with the table that fits files with these tensors: the fused one if experts are fused."""
     if not any(name.endswith(_EITHER) for name in names):
         return family
-    delta_block = family.delta_block and functools.partial(_rows, family.delta_block)
-    return dataclasses.replace(family, block=functools.partial(_rows, family.block), delta_block=delta_block)
+    return dataclasses.replace(
+        family,
+        block=functools.partial(_rows, family.block),
+        delta_block=family.delta_block and functools.partial(_rows, family.delta_block),
+        mamba_block=family.mamba_block and functools.partial(_rows, family.mamba_block),
+    )
 
 
 def _rows(block: Callable[[ModelConfig, str], list[Tensor]], model: ModelConfig, kind: str) -> list[Tensor]:

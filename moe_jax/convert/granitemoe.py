@@ -14,7 +14,7 @@ def _model(hf: HfConfig) -> ModelConfig:
         **shared_settings(hf),
         **grouped_heads(hf),
         attention=AttentionConfig(bias=hf.flag("attention_bias", False)),
-        **_factors(hf),
+        **factors(hf),
         moe=MoEConfig(
             num_experts=hf.whole("num_local_experts", "num_experts"),
             **top_k_settings(hf, normalized=True),
@@ -24,11 +24,13 @@ def _model(hf: HfConfig) -> ModelConfig:
     )
 
 
-def _factors(hf: HfConfig) -> dict[str, Any]:
+def factors(hf: HfConfig) -> dict[str, Any]:
+    """Return the factors on embeddings, attention, residuals and logits."""
     return {name: hf.number(name, 1.0) for name in _FACTORS}
 
 
-def _settings(model: ModelConfig) -> dict[str, Any]:
+def granite_settings(model: ModelConfig) -> dict[str, Any]:
+    """Return the settings for config.json of a Granite with experts."""
     return (
         hf_settings(model)
         | {name: getattr(model, name) for name in _FACTORS}
@@ -44,18 +46,27 @@ def _settings(model: ModelConfig) -> dict[str, Any]:
 
 
 def _block(model: ModelConfig, kind: str) -> list[Tensor]:
-    hidden = model.moe.intermediate_size
-    gate, up = (TensorRange("hidden", 2 * hidden, (range(first, first + hidden),)) for first in (0, hidden))
-    both = "block_sparse_moe.input_linear.weight"
+    return [*attention_rows(model), *expert_rows(model)]
+
+
+def expert_rows(model: ModelConfig) -> list[Tensor]:
+    """Return the rows of the router and of all experts, which are two tensors."""
+    name, path = "block_sparse_moe", "moe.experts"
     return [
-        *attention_rows(model),
-        Tensor("block_sparse_moe.router.layer.weight", "moe.router", "choices model"),
-        Tensor(both, "moe.experts.gate", "experts hidden model", gate),
-        Tensor(both, "moe.experts.up", "experts hidden model", up),
-        Tensor("block_sparse_moe.output_linear.weight", "moe.experts.down", "experts model hidden"),
+        Tensor(f"{name}.router.layer.weight", "moe.router", "choices model"),
+        *input_rows(f"{name}.input_linear.weight", path, model.moe.intermediate_size, "experts hidden model"),
+        Tensor(f"{name}.output_linear.weight", f"{path}.down", "experts model hidden"),
+    ]
+
+
+def input_rows(name: str, path: str, hidden: int, axes: str) -> list[Tensor]:
+    """Return the rows of the gate and up matrices of MLPs of a hidden width, which are one tensor."""
+    ranges = {"gate": range(hidden), "up": range(hidden, 2 * hidden)}
+    return [
+        Tensor(name, f"{path}.{own}", axes, TensorRange("hidden", 2 * hidden, (each,))) for own, each in ranges.items()
     ]
 
 
 _FACTORS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 _DEFAULTS = {"max_position_embeddings": 2048}
-FAMILY = Family("granitemoe", "GraniteMoeForCausalLM", _model, _settings, _block, _DEFAULTS)
+FAMILY = Family("granitemoe", "GraniteMoeForCausalLM", _model, granite_settings, _block, _DEFAULTS)

@@ -12,7 +12,7 @@ from moe_jax.config import ModelConfig
 from moe_jax.convert import qwen3_next
 from moe_jax.convert.family import Family, norm_rows
 from moe_jax.convert.hf_config import HfConfig
-from moe_jax.convert.tensors import Tensor
+from moe_jax.convert.tensors import AxisPart, Tensor
 
 _ONLY = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "attn_output_gate": True}
 
@@ -47,7 +47,7 @@ def _parts(name: str, paths: Sequence[str], widths: Sequence[int]) -> list[Tenso
     """Return the rows of our arrays that are one tensor, one array after the other."""
     begins = [sum(widths[:place]) for place in range(len(widths))]
     return [
-        Tensor(name, f"attention.{path}", "kv_heads.head model", rows=(begin, sum(widths)))
+        Tensor(name, f"attention.{path}", "kv_heads.head model", within=AxisPart(begin, sum(widths)))
         for path, begin in zip(paths, begins, strict=True)
     ]
 

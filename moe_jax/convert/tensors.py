@@ -2,13 +2,13 @@
 
 A row lists the tensor's axes in terms of our dimensions: `heads.head model` has rows of heads times their width. This
 determines transpositions and stacks. A row for a part of a tensor, such as the keys in a tensor of keys and values,
-has ranges along one of the dimensions.
+has ranges along one of the dimensions, or is a part of the first axis.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
 
@@ -40,6 +40,13 @@ class TensorRange:
             below += len(each)
 
 
+class AxisPart(NamedTuple):
+    """The rows of a tensor's first axis that our array has; the others are of other arrays."""
+
+    first: int
+    total: int  # rows of the whole tensor
+
+
 def halves(width: int, first: int = 0) -> tuple[range, range]:
     """Return the ranges that reorder rotated pairs: neighbours on disk, the two halves in our arrays."""
     return range(first, first + width, 2), range(first + 1, first + width, 2)
@@ -54,7 +61,7 @@ class Tensor:
     axes: str  # the tensor's axes: each is one of our dimensions, several joined by dots, or 1 (an axis of size 1)
     part: TensorRange | None = None
     float32: bool = False  # always written in float32
-    rows: tuple[int, int] | None = None  # of a part of the first axis: where it begins, and the size of the whole axis
+    within: AxisPart | None = None
 
     @property
     def dims(self) -> list[str]:
@@ -63,9 +70,8 @@ class Tensor:
 
     def shape(self, ours: Sizes) -> tuple[int, ...]:
         """Return the tensor's shape for the sizes of our dimensions."""
-        sizes = self._sizes(ours)
-        first, *rest = (math.prod(sizes[dim] for dim in axis) for axis in self._axes())
-        return (first if self.rows is None else self.rows[1], *rest)
+        first, *rest = self._own_shape(ours)
+        return (self.within.total if self.within else first, *rest)
 
     def copy_in(
         self, tensor: ReadableTensor, out: NDArray[Any], dims: Sequence[str], index: Index, ours: Sizes
@@ -86,8 +92,8 @@ class Tensor:
                 read[first] = range(there[first].start, there[first][-1] + 1)
                 inner = math.prod(sizes[dim] for dim in rest)
                 rows.append(slice(read[first].start * inner, read[first].stop * inner))
-            if self.rows is not None:
-                rows[0] = slice(rows[0].start + self.rows[0], rows[0].stop + self.rows[0])
+            if self.within:
+                rows[0] = slice(self.within.first + rows[0].start, self.within.first + rows[0].stop)
             block = tensor[tuple(rows)].reshape([len(read[dim]) for dim in self.dims])
             wanted = block[tuple(slice_of(there[dim], read[dim].start) for dim in self.dims)]
             order = [self.dims.index(dim) for dim in dims if dim in self.dims]
@@ -97,14 +103,19 @@ class Tensor:
         """Copy our whole array [dims] into its part of `out`, the whole tensor."""
         ours = dict(zip(dims, array.shape, strict=True))
         sizes = self._sizes(ours)
-        if self.rows is not None:
-            out = out[self.rows[0] :][: math.prod(sizes[dim] for dim in self._axes()[0])]
+        if self.within:
+            out = out[self.within.first : self.within.first + self._own_shape(ours)[0]]
         view = out.reshape([sizes[dim] for dim in self.dims])
         for own, there in self._pieces({dim: range(size) for dim, size in ours.items()}):
             piece = array[tuple(own.get(dim, slice(None)) for dim in dims)]
             view[tuple(slice_of(there[dim]) for dim in self.dims)] = piece.transpose(
                 [list(dims).index(dim) for dim in self.dims]
             )
+
+    def _own_shape(self, ours: Sizes) -> tuple[int, ...]:
+        """Return the shape of the part of the tensor that our array and its neighbours along one dimension make up."""
+        sizes = self._sizes(ours)
+        return tuple(math.prod(sizes[dim] for dim in axis) for axis in self._axes())
 
     def _axes(self) -> list[list[str]]:
         return [[] if axis == "1" else axis.split(".") for axis in self.axes.split()]

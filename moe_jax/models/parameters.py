@@ -141,12 +141,36 @@ class DeltaNet(nnx.Module):
         self.rate, self.step = projection(delta.group), projection(delta.group)
         channels = 2 * delta.key_width + delta.value_width
         self.conv = declare.matrix(delta.conv_kernel_dim**-0.5, channels=channels, taps=delta.conv_kernel_dim)
-        # as in Mamba-2: rates of decay of 1 to 16 per unit of time, and steps of 0.001 to 0.1 units
-        self.decay_log = declare.uniform(0.0, math.log(16), heads=heads)
-        self.step_bias = declare.uniform(math.log(0.001), math.log(0.1), heads=heads)
+        self.decay_log, self.step_bias = _decay(declare, {"heads": heads})
         self.value_norm = declare.constant(1.0, head=delta.value_head_dim)
         std = (delta.value_width * 2 * model.num_layers) ** -0.5
         self.out = declare.matrix(std, heads=heads, head=delta.value_head_dim, model=d)
+
+
+class Mamba(nnx.Module):
+    """Projections, convolutions and decay of Mamba-2. Values are of heads, keys and queries of groups of heads."""
+
+    def __init__(self, model: ModelConfig, declare: _Declare):
+        mamba, d, in_std = model.mamba, model.hidden_size, model.hidden_size**-0.5
+        heads = {"heads": mamba.num_heads or 0}
+        values, keys = heads | {"head": mamba.head_dim}, {"group_heads": mamba.n_groups, "head": mamba.d_state}
+        self.norm = declare.scale(model=d)
+        for name, dims in (("value", values), ("key", keys), ("query", keys)):
+            setattr(self, name, declare.matrix(in_std, model=d, **dims))
+            setattr(self, f"conv_{name}", declare.matrix(mamba.d_conv**-0.5, **dims, taps=mamba.d_conv))
+            setattr(self, f"conv_{name}_bias", declare.offset(**dims))
+        self.gate, self.step = declare.matrix(in_std, model=d, **values), declare.matrix(in_std, model=d, **heads)
+        self.decay_log, self.step_bias = _decay(declare, heads)
+        self.skip = declare.constant(1.0, **heads)
+        self.value_norm = declare.constant(1.0, **values)
+        self.out = declare.matrix((mamba.value_width * 2 * model.num_layers) ** -0.5, **values, model=d)
+
+
+def _decay(declare: _Declare, heads: dict[str, int]) -> tuple[nnx.Param, nnx.Param]:
+    """Return logarithms of decays of 1 to 16 per unit of time, and biases for steps of 0.001 to 0.1 units, as in
+    Mamba-2.
+    """
+    return declare.uniform(0.0, math.log(16), **heads), declare.uniform(math.log(0.001), math.log(0.1), **heads)
 
 
 class MLP(nnx.Module):
@@ -205,8 +229,7 @@ class Block(nnx.Module):
     """Attention, then an MLP or an MoE layer. That of multi-token prediction also makes its own input."""
 
     def __init__(self, kind: str, view: AttentionView, model: ModelConfig, declare: _Declare, is_mtp: bool = False):
-        attention = LatentAttention if model.has_latents else GroupedAttention
-        self.attention = (DeltaNet if view.is_delta else attention)(model, declare)
+        self.attention = _attention(model, view)(model, declare)
         declare.norm_of(self, model)
         if kind == "moe":
             self.moe = MoELayer(model, declare)
@@ -214,6 +237,12 @@ class Block(nnx.Module):
             self.mlp = MLP(model, model.intermediate_size, declare)
         if is_mtp:
             self.mtp_input = MTPInput(model, declare)
+
+
+def _attention(model: ModelConfig, view: AttentionView) -> Callable[[ModelConfig, _Declare], nnx.Module]:
+    if view.recurrent is not None:
+        return {"delta_net": DeltaNet, "mamba": Mamba}[view.recurrent]
+    return LatentAttention if model.has_latents else GroupedAttention
 
 
 class Transformer(nnx.Module):

@@ -45,6 +45,14 @@ def tp_reduce_scatter(x: Float[Array, "..."], dim: int) -> Float[Array, "..."]:
         return jax.lax.psum_scatter(x, Axis.TENSOR, scatter_dimension=dim, tiled=True)
 
 
+def tp_sum(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return the sum over all ranks."""
+    if jax.lax.axis_size(Axis.TENSOR) == 1:
+        return x
+    with jax.named_scope("tensor_sum"):
+        return jax.lax.psum(x, Axis.TENSOR)
+
+
 class LocalTokens(NamedTuple):
     """n = N/(C·t) tokens of each sequence, and for each the token that follows it."""
 

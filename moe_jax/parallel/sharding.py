@@ -27,6 +27,7 @@ AXES_OF_DIM: dict[str, tuple[Axis, ...]] = {
     "choices": (),  # experts as the router's outputs
     "slots": (),  # the slots of each expert
     "channels": (),  # features of all heads that a delta net convolves
+    "group_heads": (),  # groups of heads in Mamba-2
     "taps": (),  # tokens of such a convolution
     "one": (),  # a dimension of size 1
 }

@@ -27,7 +27,7 @@ from moe_jax.config.grouped_products import AUTO, passes_of
 from moe_jax.config.layer_layout import segments
 from moe_jax.config.registry import OPEN_EXCHANGE
 from moe_jax.config.step_kinds import RematUnit
-from moe_jax.plan.delta_nets import delta_share, mean_over_blocks, projected_numbers, stored_numbers
+from moe_jax.plan.recurrent import mean_over_blocks, recurrent_layer, recurrent_share
 from moe_jax.plan.work import ITEM_BYTES, attention_tile
 
 Mode = Literal["all", "fused", "least", "dots", "full"]
@@ -208,19 +208,20 @@ def _mlps(model: ModelConfig, kind: str) -> list[int]:
 
 def stored_bytes(sizes: DeviceSizes, model: ModelConfig, kind: str, mode: Mode, remat_unit: RematUnit) -> float:
     """Bytes that a block of this kind, `dense` or `moe`, stores for its backward pass: the mean of those with attention
-    and with delta nets.
+    and with recurrent layers.
     """
-    share = delta_share(model)
+    share = recurrent_share(model)
     of_attention = _stored_bytes(sizes, model, kind, mode, remat_unit) if share < 1 else 0.0
     if not share:
         return of_attention
     without = dataclasses.replace(sizes, heads=0, kv_heads=0, tile=1, kernel="xla")
     others = dataclasses.replace(model, latent=LatentConfig())
-    of_delta_net = _stored_bytes(without, others, kind, mode, remat_unit)
+    of_recurrent = _stored_bytes(without, others, kind, mode, remat_unit)
     if mode != "full":
-        numbers = projected_numbers(model) if mode == "dots" else stored_numbers(model)
-        of_delta_net += sizes.item * sizes.tokens * numbers / sizes.tensor
-    return mean_over_blocks(model, of_attention, of_delta_net)
+        layer = recurrent_layer(model)
+        numbers = layer.projected_numbers if mode == "dots" else layer.stored_numbers
+        of_recurrent += sizes.item * sizes.tokens * numbers(sizes.tensor)
+    return mean_over_blocks(model, of_attention, of_recurrent)
 
 
 def _stored_bytes(sizes: DeviceSizes, model: ModelConfig, kind: str, mode: Mode, remat_unit: RematUnit) -> float:

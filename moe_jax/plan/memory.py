@@ -41,6 +41,7 @@ from moe_jax.plan.compilers import COMPILERS
 from moe_jax.plan.gradients import ITEM_BYTES, moment_bytes, own_parameters, params_by_group
 from moe_jax.plan.orthogonalizing import orthogonalizing_bytes
 from moe_jax.plan.param_gathers import gathered_parameter_bytes, shard_cast_bytes
+from moe_jax.plan.recurrent import recurrent_share
 from moe_jax.plan.resources import (
     count_parameters,
     owned_by_kind,
@@ -224,7 +225,7 @@ def _stored_by_blocks(config: Config, sizes: DeviceSizes, mode: Mode, in_product
     if facts.keeps_weight_casts and mode in ("all", "fused") and config.optimizer.zero < 3:
         total += sizes.item * in_products  # weight casts are stacked like activations
     total = total / period_of(config) if facts.remat_unit == "period" and mode == "full" else total
-    if facts.remat_unit == "period" and mode == "dots" and model.has_delta_nets:
+    if facts.remat_unit == "period" and mode == "dots" and recurrent_share(model):
         # what experts add in the middle of a period is no product, so that the next block's input is not stored
         inside = sum(segment.repeats * segment.kinds[:-1].count("moe") for segment in segments(model))
         total -= sizes.item * sizes.local_tokens * model.hidden_size * inside
@@ -284,7 +285,7 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
         ("backward", held | {"activations": activations, "working": working}),
     ]
     for each in stages.mtp:
-        block = with_mtp_input(owned_by_kind(model, each.view.is_delta)[each.kind], model)
+        block = with_mtp_input(owned_by_kind(model, each.view.is_recurrent)[each.kind], model)
         gradients = 4 * sum(params_by_group(block, config, mesh).values())
         in_block = gradients + working_bytes(config, sizes, compiler, mode, mesh, 1)
         moments.append(("head", held | {"activations": activations + of_mtp, "working": in_block}))

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from moe_jax.config import Config, ModelConfig
 from moe_jax.config.layer_layout import Stages
 from moe_jax.plan.gradients import parts_by_owner
+from moe_jax.plan.recurrent import recurrent_layer
 from moe_jax.plan.work import ITEM_BYTES
 
 # arrays of a stack's size: the momentum, whole matrices, two in an iteration and the update; XLA:CPU needs 4.7
@@ -31,12 +32,16 @@ class Matrices(NamedTuple):
         return iterations * (4 * least**2 * most + 2 * least**3)
 
 
-def hidden_matrices(model: ModelConfig, kind: str, is_delta: bool = False) -> Counter[Matrices]:
+def hidden_matrices(model: ModelConfig, kind: str, is_recurrent: bool = False) -> Counter[Matrices]:
     """Return the number of arrays of each shape in a block of a kind, without those of its gate."""
     d, heads, latent, delta = model.hidden_size, model.num_attention_heads, model.latent, model.delta_net
-    outputs = delta.value_width if is_delta else heads * model.v_width
+    outputs = recurrent_layer(model).values if is_recurrent else heads * model.v_width
     found: Counter[Matrices] = Counter([Matrices("heads_and_hidden", outputs, d)])
-    if is_delta:
+    if is_recurrent and model.has_mamba:
+        found[Matrices("heads_and_hidden", d, outputs)] += 2
+        found[Matrices("heads_and_hidden", d, model.mamba.num_heads or 0)] += 1
+        found[Matrices("whole", d, model.mamba.group_width)] += 2
+    elif is_recurrent:
         for width in (delta.key_width, delta.value_width, delta.num_value_heads or 0):  # of which there are two each
             found[Matrices("heads_and_hidden", d, width)] += 2
     elif latent.kv_lora_rank is None:
@@ -90,10 +95,10 @@ def _stacks(config: Config, mesh: Mapping[str, int]) -> Iterator[tuple[Matrices,
     model, stages, shards = config.model, Stages.of(config), parts_by_owner(config, mesh)
     experts = config.expert_slots(mesh) / config.mesh.expert_ranks(mesh)
     shared_by = {"whole": 1, "heads_and_hidden": mesh["tensor"], "expert": config.mesh.expert_tensor_ranks(mesh)}
-    all_blocks = Counter(zip(model.block_kinds, (view.is_delta for view in model.views), strict=True))
-    for (kind, is_delta), count in all_blocks.items():
+    all_blocks = Counter(zip(model.block_kinds, (view.is_recurrent for view in model.views), strict=True))
+    for (kind, is_recurrent), count in all_blocks.items():
         blocks = -(-count // stages.stages)
-        for each, arrays in hidden_matrices(model, kind, is_delta).items():
+        for each, arrays in hidden_matrices(model, kind, is_recurrent).items():
             ranks = shards[each.owner] * shared_by[each.owner]
             yield each, arrays, blocks * (experts if each.owner == "expert" else 1) / ranks
     if model.has_mtp:  # the matrix of the input of its block

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from moe_jax.config.layer_layout import GroupBlock, segments
-from moe_jax.plan.delta_nets import delta_share
 from moe_jax.plan.gradients import params_by_group
 from moe_jax.plan.pass_orders import Orders, orders_of
+from moe_jax.plan.recurrent import recurrent_share
 from moe_jax.plan.resources import owned_by_kind
 from moe_jax.plan.simulate import SimulatedTask, Timeline
 from moe_jax.plan.step_times import Step
@@ -167,7 +167,7 @@ class PassTimes:
     def _added_s(self, kinds: Iterable[str]) -> float:
         """Seconds to add the gradients of these blocks to those of earlier parts."""
         step, model = self._step, self._step.config.model
-        of_kind = owned_by_kind(model, is_delta=delta_share(model) > 0.5)  # the kind of most blocks
+        of_kind = owned_by_kind(model, is_recurrent=recurrent_share(model) > 0.5)  # the kind of most blocks
         parameters = (sum(params_by_group(of_kind[kind], step.config, step.mesh).values()) for kind in kinds)
         return step.adding_s(sum(parameters))
 

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, cast
 from moe_jax.config import Config, ModelConfig
 from moe_jax.plan.clusters.hardware import Device, MatrixUnits
 from moe_jax.plan.curves import Curve
-from moe_jax.plan.delta_nets import delta_share, projected_numbers
+from moe_jax.plan.recurrent import recurrent_layer, recurrent_share
 from moe_jax.plan.resources import gate_matrices
 from moe_jax.plan.task_times import task_seconds
 from moe_jax.plan.work import busiest_rows
@@ -133,11 +133,11 @@ def block_products(config: Config, tokens: float, tensor: int, expert_ranks: int
 
 def _attention(model: ModelConfig, tokens: float, tensor: int, kind: Kind) -> Iterator[Product]:
     """Yield the products of a block's attention; of several kinds of blocks, each as often as it occurs on average."""
-    share, delta = delta_share(model), model.delta_net
+    share, layer = recurrent_share(model), recurrent_layer(model)
     if share:
-        rows, width = tokens * tensor, projected_numbers(model) / tensor
-        yield Product(rows, model.hidden_size, width, share, kind)
-        yield Product(rows, delta.value_width / tensor, model.hidden_size, share, kind)
+        rows = tokens * tensor
+        yield Product(rows, model.hidden_size, layer.projected_numbers(tensor), share, kind)
+        yield Product(rows, layer.values / tensor, model.hidden_size, share, kind)
     if share < 1:
         yield from (each._replace(groups=1 - share) for each in _softmax_attention(model, tokens, tensor, kind))
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from moe_jax.config import AttentionView, Config, ModelConfig
 from moe_jax.config.facts import SCORE_BIAS
 from moe_jax.config.gates import gate_parameters
-from moe_jax.plan.delta_nets import mean_over_blocks, needed_flops, weights_of
+from moe_jax.plan.recurrent import mean_over_blocks, recurrent_layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ def count_parameters(model: ModelConfig) -> Parameters:
     """Count every parameter of a model."""
     moe, d, blocks = model.moe, model.hidden_size, model.num_blocks
     num_moe = model.block_kinds.count("moe")
-    attentions = [_attention(model, view.is_delta) for view in model.views]
+    attentions = [_attention(model, view.is_recurrent) for view in model.views]
     attention, expert = _Count(*map(sum, zip(*attentions, strict=True))), _mlp(model, moe.intermediate_size, moe.bias)
     num_dense = blocks - num_moe + (num_moe if moe.dense_residual else 0)
     dense, shared = _mlp(model, model.intermediate_size), _mlp(model, moe.intermediate_size * moe.num_shared_experts)
@@ -117,8 +117,10 @@ def owned_parameters(model: ModelConfig) -> Owners:
     own_head = 0 if model.tie_word_embeddings else table
     vectors = _norm(model) * (1 + model.num_nextn_predict_layers) + _head_bias(model)
     head = Owned(vectors + own_head, end_matrices=own_head)
-    views = (view.is_delta for view in model.views)
-    blocks = [owned_by_kind(model, is_delta)[kind] for kind, is_delta in zip(model.block_kinds, views, strict=True)]
+    views = (view.is_recurrent for view in model.views)
+    blocks = [
+        owned_by_kind(model, is_recurrent)[kind] for kind, is_recurrent in zip(model.block_kinds, views, strict=True)
+    ]
     blocks[model.num_layers :] = [with_mtp_input(each, model) for each in blocks[model.num_layers :]]
     return Owners((Owned(table, end_matrices=table), *blocks, head))
 
@@ -130,10 +132,10 @@ def with_mtp_input(block: Owned, model: ModelConfig) -> Owned:
 
 
 @functools.lru_cache(maxsize=256)
-def owned_by_kind(model: ModelConfig, is_delta: bool = False) -> dict[str, Owned]:
-    """Parameters of a block, by its kind, `dense` or `moe`; with attention or a delta net."""
+def owned_by_kind(model: ModelConfig, is_recurrent: bool = False) -> dict[str, Owned]:
+    """Parameters of a block, by its kind, `dense` or `moe`; with attention or a recurrent layer."""
     moe = model.moe
-    attention, expert = _attention(model, is_delta), _mlp(model, moe.intermediate_size, moe.bias)
+    attention, expert = _attention(model, is_recurrent), _mlp(model, moe.intermediate_size, moe.bias)
     dense, shared = _mlp(model, model.intermediate_size), _mlp(model, moe.intermediate_size * moe.num_shared_experts)
     experts = moe.num_experts
     always, sharded = 2 * _norm(model) + attention.whole_matrices + attention.whole_vectors, attention.sharded
@@ -154,14 +156,14 @@ def owned_by_kind(model: ModelConfig, is_delta: bool = False) -> dict[str, Owned
 
 def attention_matrices(model: ModelConfig) -> float:
     """Parameters in the projections of one block's attention, on average over the blocks."""
-    return mean_over_blocks(model, _attention(model).matrices, _attention(model, is_delta=True).matrices)
+    return mean_over_blocks(model, _attention(model).matrices, _attention(model, is_recurrent=True).matrices)
 
 
-def _attention(model: ModelConfig, is_delta: bool = False) -> _Count:
-    """Parameters of one block's attention, or of its delta net."""
-    if is_delta:
-        matrices, of_heads, whole = weights_of(model)
-        return _Count(matrices, of_heads, whole_vectors=whole)
+def _attention(model: ModelConfig, is_recurrent: bool = False) -> _Count:
+    """Parameters of one block's attention, or of its recurrent layer."""
+    if is_recurrent:
+        layer = recurrent_layer(model)
+        return _Count(layer.head_matrices, layer.head_vectors, layer.whole_matrices, layer.whole_vectors)
     d, heads, latent = model.hidden_size, model.num_attention_heads, model.latent
     sinks = heads if model.attention.sinks else 0
     if latent.kv_lora_rank is not None:
@@ -230,15 +232,15 @@ def train_flops_per_token(model: ModelConfig, seq_len: int) -> float:
 
     There are 6 per matrix parameter that the token passes through. Causal attention covers the earlier tokens of its
     window, seq_len/2 on average without one: forward 2·H·(K+V) for each of them in a block, backward twice that. A
-    delta net has 6·H·K·V forward for its H value heads, and backward twice that. Multi-token prediction has a block of
-    its own and uses the head once more.
+    delta net has 6·H·K·V forward for its H value heads, Mamba-2 4·H·K·V, and backward twice that. Multi-token
+    prediction has a block of its own and uses the head once more.
     """
     again = model.hidden_size * model.vocab_size * model.num_nextn_predict_layers
-    visible = sum(_mean_visible(view, seq_len) for view in model.views if not view.is_delta)
+    visible = sum(_mean_visible(view, seq_len) for view in model.views if not view.is_recurrent)
     attention = 6 * model.num_attention_heads * (model.qk_width + model.v_width) * visible
-    deltas = 3 * needed_flops(model) * sum(view.is_delta for view in model.views)
+    states = 3 * recurrent_layer(model).needed_flops * sum(view.is_recurrent for view in model.views)
     mixes = 6 * mixed_matrices(model) * model.block_kinds.count("moe")
-    return float(6 * (count_parameters(model).matrix_active + again) + attention + deltas + mixes)
+    return float(6 * (count_parameters(model).matrix_active + again) + attention + states + mixes)
 
 
 def _mean_visible(view: AttentionView, seq_len: int) -> float:

@@ -57,7 +57,7 @@ def _stage_parameters(stages: Stages) -> StageParameters:
     model = stages.model
     embedding, *_, head = owned_parameters(model)
     blocks = [
-        (owned_by_kind(model, view.is_delta)[kind], rows * stages.chunks)
+        (owned_by_kind(model, view.is_recurrent)[kind], rows * stages.chunks)
         for segment, rows in zip(segments(model), stages.rows, strict=True)
         for kind, view in zip(segment.kinds, segment.views, strict=True)
     ]

@@ -9,17 +9,17 @@ from dataclasses import replace
 from functools import cached_property
 
 from moe_jax.config import Config, ModelConfig
-from moe_jax.config.attention_kernels import DELTA_CHUNK, kernel_of
+from moe_jax.config.attention_kernels import STATE_CHUNK, kernel_of
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.collective_costs import Collective, CollectiveCosts, DeviceGroup
 from moe_jax.plan.costs import order_times
-from moe_jax.plan.delta_nets import computed_flops, delta_share, mean_over_blocks, moved_bytes
 from moe_jax.plan.exchange_times import ExchangeTimes
 from moe_jax.plan.gradients import Sum, own_parameters, sums_of
 from moe_jax.plan.launch_overhead import with_launch_overhead
 from moe_jax.plan.measured import MeasuredTimes
 from moe_jax.plan.param_gathers import Gathered, gathered_bytes, param_gathers
 from moe_jax.plan.products import Direction, OpTimes, block_products, measured_attention
+from moe_jax.plan.recurrent import mean_over_blocks, recurrent_layer, recurrent_share
 from moe_jax.plan.resources import Owned, mixed_matrices, owned_parameters, parameters_per_device
 from moe_jax.plan.simulate import Timeline, simulate
 from moe_jax.plan.task_times import Linear, TaskTimes, owner_of
@@ -219,21 +219,21 @@ class Step:
 
     def squares_s(self, direction: Direction = "F") -> float:
         """Seconds of attention between its projections, in one block, on average over blocks of several kinds."""
-        if not (share := delta_share(self.config.model)):
+        if not (share := recurrent_share(self.config.model)):
             return self._attention_s(direction)
         of_attention = self._attention_s(direction) if share < 1 else 0.0
-        return mean_over_blocks(self.config.model, of_attention, self._delta_net_s(direction))
+        return mean_over_blocks(self.config.model, of_attention, self._recurrent_s(direction))
 
-    def _delta_net_s(self, direction: Direction) -> float:
-        """Seconds of a delta net's products of chunks, and of its memory traffic, in one block.
+    def _recurrent_s(self, direction: Direction) -> float:
+        """Seconds of a recurrent layer's products of chunks, and of its memory traffic, in one block.
 
         The backward pass computes the forward pass again.
         """
-        device, model, backward = self.device, self.config.model, direction == "B"
-        inner = min(model.delta_net.key_head_dim, DELTA_CHUNK)
+        device, layer, backward = self.device, recurrent_layer(self.config.model), direction == "B"
+        inner = min(layer.keys, STATE_CHUNK)
         rate = device.matrix_flops_per_s * device.matrix_efficiency * device.rate_shares.of("float32")
-        products_s = computed_flops(model) * (inner + device.units.start) / inner / rate
-        moved_s = moved_bytes(model, backward) / device.copied_bytes_per_s
+        products_s = layer.computed_flops * (inner + device.units.start) / inner / rate
+        moved_s = layer.moved_bytes(backward) / device.copied_bytes_per_s
         return self.tokens * (products_s * (3 if backward else 1) + moved_s)
 
     def _attention_s(self, direction: Direction) -> float:

@@ -6,7 +6,7 @@ from moe_jax.config import Config, ModelConfig
 from moe_jax.config.attention_kernels import ATTENTION_TILE, Kernel, kernel_of, splash_block, tile_of
 from moe_jax.config.loss_chunks import tokens_of_chunk
 from moe_jax.config.registry import HOOKS_FACTS
-from moe_jax.plan.delta_nets import computed_flops, mean_over_blocks
+from moe_jax.plan.recurrent import mean_over_blocks, recurrent_layer
 from moe_jax.plan.resources import attention_matrices, gate_matrices, mixed_matrices
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -24,7 +24,8 @@ def work_of(config: Config, tokens: float, platform: str) -> dict[str, OpWork]:
     model, moe = config.model, config.model.moe
     matrices = 3 if model.is_gated else 2
     attention = 2 * tokens * attention_matrices(model)
-    scores = mean_over_blocks(model, attention_flops(config, tokens, platform), tokens * computed_flops(model))
+    of_states = tokens * recurrent_layer(model).computed_flops
+    scores = mean_over_blocks(model, attention_flops(config, tokens, platform), of_states)
     mixes = 2 * tokens * mixed_matrices(model)
     dense = 2 * tokens * matrices * model.hidden_size * model.intermediate_size
     shared = 2 * tokens * matrices * model.hidden_size * moe.intermediate_size * moe.num_shared_experts

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from moe_jax.config import Config, ModelConfig
 from moe_jax.plan.activation_memory import DeviceSizes, Mode, stored_bytes
 from moe_jax.plan.compilers import Compiler
-from moe_jax.plan.delta_nets import delta_share
-from moe_jax.plan.delta_nets import working_bytes as of_delta_nets
+from moe_jax.plan.recurrent import recurrent_layer, recurrent_share
 from moe_jax.plan.resources import count_parameters
 from moe_jax.plan.work import logit_chunk
 
@@ -25,9 +24,9 @@ def working_bytes(
     in_block = in_blocks(config, mesh) / model.num_blocks
     squares = sizes.pairs * (compiler.pair_bytes + 2 * item)
     squares += _linear_bytes(sizes, model)
-    if share := delta_share(model):  # blocks of different kinds are not at work at the same time
-        of_delta_net = sizes.tokens / sizes.tensor * of_delta_nets(model)
-        squares = max(squares, of_delta_net) if share < 1 else of_delta_net
+    if share := recurrent_share(model):  # blocks of different kinds are not at work at the same time
+        of_recurrent = sizes.tokens / sizes.tensor * recurrent_layer(model).working_bytes()
+        squares = max(squares, of_recurrent) if share < 1 else of_recurrent
     hidden = rows.computed * model.moe.intermediate_size / sizes.expert_tensor
     flowing = (1 if mode == "fused" else 4) * item * (rows.sent * model.hidden_size + hidden)
     if mode in ("dots", "full"):
@@ -98,8 +97,8 @@ def _expert_parameters(config: Config, mesh: Mapping[str, int]) -> float:
 def period_of(config: Config) -> int:
     """The number of blocks that a plain step recomputes at once."""
     model = config.model
-    delta = (model.has_delta_nets and model.delta_net.full_attention_interval) or 1
-    return min(math.lcm(model.moe.moe_layer_freq if model.moe.num_experts else 1, delta), model.num_layers)
+    of_experts = model.moe.moe_layer_freq if model.moe.num_experts else 1
+    return min(math.lcm(of_experts, model.recurrent_period), model.num_layers)
 
 
 def head_bytes(config: Config, sizes: DeviceSizes, compiler: Compiler, mode: Mode) -> float:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_jax.config import Config, DataConfig, DeltaNetConfig, ModelConfig, RopeScalingConfig, TrainConfig
+from moe_jax.config import Config, DataConfig, DeltaNetConfig, MambaConfig, ModelConfig, RopeScalingConfig, TrainConfig
 from moe_jax.convert.families import FAMILIES
 from moe_jax.convert.hf_config import HfConfig
 from moe_jax.convert.source import ORIGIN, longest_sequence, model_in
@@ -38,6 +38,7 @@ DEFAULTS = {
     "phimoe": (1e6, 8, 131_072),
     "qwen3_next": (1e4, 2, 32_768),
     "qwen3_5_moe_text": (1e4, 2, 32_768),
+    "granitemoehybrid": (1e4, HEADS, 2048),
 }
 
 
@@ -103,6 +104,34 @@ def test_qwen3_next_has_delta_nets_in_three_of_four_blocks_by_default():
     ]
     assert not any(model.has_delta_nets for model in only)
     assert without("qwen3_next", layer_types=["linear_attention"] * 4).delta_net.full_attention_interval is None
+
+
+def test_granite_4_has_mamba_in_all_blocks_by_default_and_elsewhere_as_listed():
+    names = [f"mamba_{name}" for name in ("n_heads", "d_head", "n_groups", "d_state", "d_conv", "expand")]
+    rest = ("layer_types", "shared_intermediate_size", "num_local_experts", "num_experts_per_tok")
+    model = without("granitemoehybrid", *names, *rest, hidden_size=256, intermediate_size=512)
+    assert model.mamba == MambaConfig(num_heads=128, head_dim=4, d_state=256)
+    assert all(view.is_recurrent for view in model.views)
+    assert (model.moe.num_experts, model.moe.top_k, model.moe.num_shared_experts) == (8, 2, 2)
+
+    def mamba_of(types: str) -> MambaConfig:
+        listed = [{"m": "mamba", "a": "attention"}[each] for each in types]
+        model = without("granitemoehybrid", layer_types=listed, num_hidden_layers=len(types))
+        assert "".join("m" if view.is_recurrent else "a" for view in model.views) == types
+        return model.mamba
+
+    assert not without("granitemoehybrid", layer_types=["attention"] * 4).has_mamba
+    published = mamba_of("mmmmmammmm" * 4)
+    assert (published.attn_layer_period, published.attn_layer_offsets) == (10, (5,))
+    irregular = mamba_of("mmmmmmmmmmammammmammmmmmmmmammmm")
+    assert (irregular.attn_layer_period, irregular.attn_layer_offsets) == (28, (10, 13, 17, 27))
+    assert mamba_of("am").attn_layer_period == 2
+
+
+def test_granite_4_has_positions_only_if_it_says_so():
+    assert without("granitemoehybrid", "position_embedding_type").attention.nope_every == 1
+    assert without("granitemoehybrid", position_embedding_type="nope").attention.nope_every == 1
+    assert without("granitemoehybrid", position_embedding_type="rope").attention.nope_every is None
 
 
 def test_exports_have_the_length_of_the_import_or_of_the_training(tmp_path: Path):

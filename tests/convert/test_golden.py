@@ -22,8 +22,11 @@ SAME = {
 }  # other names or files of the same architecture
 
 
-# second ones of the newest families
-SIZES = [*NAMES, "qwen3_next_2", "qwen3_5_moe_text_2", "phimoe_2", "llama4_text_2"]
+# second ones of families whose blocks differ
+SIZES = [
+    *NAMES,
+    *(f"{name}_2" for name in ("qwen3_next", "qwen3_5_moe_text", "phimoe", "llama4_text", "granitemoehybrid")),
+]
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -54,7 +57,7 @@ def test_tensors_come_back_bit_for_bit(name, tmp_path):
     assert FAMILIES[model_type].model(HfConfig(settings, "")) == model
 
 
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss", "granitemoehybrid"])
 def test_each_device_reads_its_part(name):
     whole, cut = read(GOLDEN / name), read(GOLDEN / name, MeshConfig(data=1, expert=2, tensor=2))
     jax.tree.map(np.testing.assert_array_equal, cut, whole)

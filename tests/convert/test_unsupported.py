@@ -18,6 +18,8 @@ _AS_TYPES = (
     "'linear_attention'"
 )
 _AS_SHARED = "is not supported: it must be a multiple of moe_intermediate_size=12, at least that"
+_AS_MAMBA = "layer_types is not supported: it must have 'mamba' or 'attention' for each of num_hidden_layers=4"
+_AS_STEPS = 'it must be [0.0, Infinity] or [0.0, {"__float__": "Infinity"}]'
 _WINDOWS = ["full_attention", "sliding_attention"]
 _PHI = json.loads((GOLDEN / "phimoe/config.json").read_text())["rope_parameters"]
 _AS_SCALES = "rope_parameters: short_mscale=1.2 and long_mscale=1.3 are not supported: they must be the same"
@@ -86,6 +88,31 @@ REFUSED = [
     ("qwen3_next", "shared_expert_intermediate_size", 0, f"shared_expert_intermediate_size=0 {_AS_SHARED}"),
     ("qwen2_moe", "shared_expert_intermediate_size", 0, f"shared_expert_intermediate_size=0 {_AS_SHARED}"),
     ("qwen2_moe", "shared_expert_intermediate_size", 18, f"shared_expert_intermediate_size=18 {_AS_SHARED}"),
+    ("granitemoehybrid", "mamba_proj_bias", True, "mamba_proj_bias=true is not supported: it must be false"),
+    ("granitemoehybrid", "mamba_conv_bias", False, "mamba_conv_bias=false is not supported: it must be true"),
+    ("granitemoehybrid", "mamba_d_head", 8, 'mamba_d_head=8 is not supported: it must be "auto" or 16'),
+    (
+        "granitemoehybrid",
+        "mamba_n_heads",
+        6,
+        "mamba_n_heads=6 is not supported: it must divide mamba_expand × hidden_size = 64",
+    ),
+    ("granitemoehybrid", "time_step_limit", [0.0, 1.0], f"time_step_limit=[0.0, 1.0] is not supported: {_AS_STEPS}"),
+    ("granitemoehybrid", "layer_types", ["mamba"], _AS_MAMBA),
+    ("granitemoehybrid", "layer_types", ["mamba", "attention", "moe", "mamba"], _AS_MAMBA),
+    ("granitemoehybrid", "layer_types", ["mamba", "attention", ["attention"], 3], _AS_MAMBA),
+    (
+        "granitemoehybrid",
+        "position_embedding_type",
+        "learned",
+        'position_embedding_type="learned" is not supported: it must be "rope" or "nope"',
+    ),
+    (
+        "granitemoehybrid",
+        "shared_intermediate_size",
+        0,
+        "shared_intermediate_size=0 is not supported: it must be a multiple of intermediate_size=12, at least that",
+    ),
     ("ernie4_5_moe", "partial_rotary_factor", 0.5, "partial_rotary_factor=0.5 is not supported: it must be 1.0"),
 ]
 

@@ -69,6 +69,14 @@ NEXT = {
     "rms_norm_eps": 1e-4,  # with 1e-6 and larger matrices, logits in float32 are 3e-5 and more from those in float64
 }
 _DELTA = ("Qwen3Next", "Qwen3_5MoeText")
+HYBRID = {
+    "intermediate_size": 12,
+    "shared_intermediate_size": 24,
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 3.0,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": (
@@ -354,6 +362,37 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                 "high_freq_factor": 1.0,
                 "original_max_position_embeddings": 32,
             },
+        },
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        SHARED
+        | HYBRID
+        | {
+            "vocab_size": 256,  # bytes, so that tests may train it
+            "num_hidden_layers": 4,
+            "layer_types": ["mamba", "attention", "mamba", "mamba"],
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "mamba_n_heads": 4,
+            "mamba_d_state": 12,
+        },
+    ),
+    "granitemoehybrid_2": (  # another size, with positions, groups of heads, and longer sequences
+        "GraniteMoeHybrid",
+        SHARED
+        | HYBRID
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["attention", "mamba", "mamba"],
+            "position_embedding_type": "rope",
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 8,
+            "mamba_d_conv": 3,
+            "tie_word_embeddings": True,
         },
     ),
     "qwen2": ("Qwen2", SHARED | {"intermediate_size": 40, "rope_parameters": {"rope_theta": 1e6}}),

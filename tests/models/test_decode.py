@@ -12,6 +12,7 @@ from moe_jax.config import (
     AttentionConfig,
     DeltaNetConfig,
     LatentConfig,
+    MambaConfig,
     MeshConfig,
     ModelConfig,
     MoEConfig,
@@ -117,6 +118,12 @@ MODELS = {
         rms_norm_zero_centered=True,
         moe=dataclasses.replace(MODEL.moe, shared_gate=True),
     ),
+    "mamba": dataclasses.replace(
+        MODEL,
+        num_layers=6,
+        mamba=MambaConfig(num_heads=4, head_dim=5, n_groups=2, d_state=6, attn_layer_period=3, attn_layer_offsets=(1,)),
+        attention=AttentionConfig(nope_every=1),
+    ),
     "latents": dataclasses.replace(
         LATENT,
         rope_scaling=RopeScalingConfig(
@@ -174,7 +181,7 @@ def test_sampling_is_a_function_of_the_key_and_ignores_capacity():
     assert len({tuple(text) for text in texts[0].tolist()}) == 8
 
 
-@pytest.mark.parametrize("name", ["grouped", "latents-sinks-window", "delta nets"])
+@pytest.mark.parametrize("name", ["grouped", "latents-sinks-window", "delta nets", "mamba"])
 def test_no_logit_sees_a_later_token(name):
     """Causality, with experts: dropless, since later tokens never take an earlier token's slot."""
     model = MODELS[name]

@@ -26,10 +26,10 @@ SEVERAL = np.stack([np.repeat([0, 1, 2], [1, 9, 13]), np.repeat([4, 7, 8], [8, 8
 
 
 def outputs_and_gradients(rule, tokens, state):
-    floats, weight = tokens[:5], np.random.default_rng(1).normal(size=tokens.value_BNGJV.shape)
+    floats, weight = tokens[:-1], np.random.default_rng(1).normal(size=tokens.value_BNGJV.shape)
 
     def loss(floats, state):
-        out, last = rule(Tokens(*floats, tokens.document_BN), state, tokens.document_BN[:, 0])
+        out, last = rule(type(tokens)(*floats, tokens.document_BN), state, tokens.document_BN[:, 0])
         return (out * weight).sum() + (last**2).sum(), (out, last)
 
     grads, found = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(floats, state)

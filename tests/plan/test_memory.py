@@ -13,7 +13,15 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.extend.core import jaxprs_in_params
 
-from moe_jax.config import AttentionConfig, Config, DeltaNetConfig, LatentConfig, MeshConfig, OptimizerConfig
+from moe_jax.config import (
+    AttentionConfig,
+    Config,
+    DeltaNetConfig,
+    LatentConfig,
+    MambaConfig,
+    MeshConfig,
+    OptimizerConfig,
+)
 from moe_jax.config.registry import OPTIMIZER_FACTS
 from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import ConfigError
@@ -88,6 +96,11 @@ _DELTA = {
         num_value_heads=4, num_key_heads=2, key_head_dim=22, value_head_dim=18, full_attention_interval=2
     ),
 }
+_MAMBA = {
+    "mamba": MambaConfig(
+        num_heads=4, head_dim=18, n_groups=2, d_state=22, attn_layer_period=2, attn_layer_offsets=(1,)
+    ),
+}
 CASES: dict[str, dict[str, Any]] = {
     "plain": _MIXED,
     "plain dots": _MIXED | {"schedule": {"remat": "dots"}},
@@ -123,6 +136,9 @@ CASES: dict[str, dict[str, Any]] = {
     "delta nets full": {"model": _DELTA, "schedule": {"remat": "full"}},
     "delta nets scheduled": {"model": _DELTA | {"num_layers": 8}, "mesh": (2, 2, 2), "schedule": SCHEDULED},
     "least delta nets": {"model": _DELTA | {"num_layers": 8}, "schedule": SCHEDULED},
+    "mamba": {"model": _MAMBA},
+    "mamba dots": {"model": _MAMBA, "schedule": {"remat": "dots"}},
+    "mamba scheduled": {"model": _MAMBA | {"num_layers": 8}, "mesh": (2, 2, 2), "schedule": SCHEDULED},
     "flash": {"model": {"head_dim": 40}},
     "flash scheduled": {"model": {"head_dim": 40}, "schedule": SCHEDULED},
     "tiled": {},

@@ -9,6 +9,7 @@ from moe_jax.config import (
     Config,
     DeltaNetConfig,
     LatentConfig,
+    MambaConfig,
     MeshConfig,
     ModelConfig,
     MoEConfig,
@@ -35,6 +36,9 @@ MODELS = {
         attention=AttentionConfig(output_gate=True),
         delta_net=DeltaNetConfig(num_value_heads=4, num_key_heads=2, key_head_dim=14, value_head_dim=10),
     ),
+    "mamba": ModelConfig(
+        hidden_size=48, num_attention_heads=4, mamba=MambaConfig(num_heads=4, head_dim=10, n_groups=2, d_state=14)
+    ),
     "latents": ModelConfig(hidden_size=48, num_attention_heads=4, latent=LATENT, moe=MoEConfig(dense_residual=True)),
 }
 MUON = OptimizerConfig(name="muon")
@@ -42,14 +46,14 @@ MUON = OptimizerConfig(name="muon")
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-@pytest.mark.parametrize("is_delta", [False, True])
-def test_matrices_have_all_parameters_of_matrices(model: ModelConfig, kind: str, is_delta: bool) -> None:
+@pytest.mark.parametrize("is_recurrent", [False, True])
+def test_matrices_have_all_parameters_of_matrices(model: ModelConfig, kind: str, is_recurrent: bool) -> None:
     found = dict.fromkeys(("whole", "heads_and_hidden", "expert"), 0)
-    for each, arrays in hidden_matrices(model, kind, is_delta).items():
+    for each, arrays in hidden_matrices(model, kind, is_recurrent).items():
         found[each.owner] += (
             arrays * each.rows * each.columns * (model.moe.num_experts if each.owner == "expert" else 1)
         )
-    expected = owned_by_kind(model, is_delta)[kind].hidden_matrices
+    expected = owned_by_kind(model, is_recurrent)[kind].hidden_matrices
     assert found == {name: getattr(expected, name) for name in found}
 
 

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from moe_jax.config import Config, MeshConfig, TrainConfig
-from moe_jax.config.sections import AttentionConfig, DeltaNetConfig, LatentConfig, ModelConfig, MoEConfig
+from moe_jax.config.sections import AttentionConfig, DeltaNetConfig, LatentConfig, MambaConfig, ModelConfig, MoEConfig
 from moe_jax.plan.clusters import PRESETS, find_cluster
 from moe_jax.plan.clusters.hardware import MatrixUnits, Tile
 from moe_jax.plan.curves import Curve, curve
@@ -17,6 +17,7 @@ from moe_jax.plan.work import exchange_bytes, work_of
 H100 = PRESETS["h100"].device
 TENSOR, EXPERT = 2, 4
 LATENT = LatentConfig(kv_lora_rank=64, q_lora_rank=96)
+MAMBA = MambaConfig(num_heads=8, head_dim=24, n_groups=2, d_state=40)
 DELTA = DeltaNetConfig(num_value_heads=8, num_key_heads=4, key_head_dim=40, value_head_dim=24)
 
 
@@ -39,6 +40,8 @@ def config_of(model: dict | None = None, **moe) -> Config:
         config_of({"latent": LATENT, "num_key_value_heads": None}, num_shared_experts=1),
         config_of({"attention": AttentionConfig(output_gate=True), "delta_net": DELTA}),
         config_of({"delta_net": dataclasses.replace(DELTA, full_attention_interval=None)}),
+        config_of({"mamba": dataclasses.replace(MAMBA, attn_layer_period=4, attn_layer_offsets=(1, 2))}),
+        config_of({"mamba": MAMBA}),
         config_of({"latent": dataclasses.replace(LATENT, q_lora_rank=None), "num_key_value_heads": None}),
     ],
 )

@@ -5,7 +5,15 @@ import math
 import jax
 import pytest
 
-from moe_jax.config import AttentionConfig, DeltaNetConfig, LatentConfig, MeshConfig, ModelConfig, MoEConfig
+from moe_jax.config import (
+    AttentionConfig,
+    DeltaNetConfig,
+    LatentConfig,
+    MambaConfig,
+    MeshConfig,
+    ModelConfig,
+    MoEConfig,
+)
 from moe_jax.config.registry import GATE_FACTS
 from moe_jax.models.parameters import param_shapes
 from moe_jax.parallel.mesh import make_mesh
@@ -48,6 +56,14 @@ MODELS = [
     ModelConfig(normalization="layernorm", head_bias=True, moe=MoEConfig(moe_layer_freq=2)),
     ModelConfig(normalization="layernorm", head_bias=True, tie_word_embeddings=True),
     ModelConfig(num_nextn_predict_layers=1, delta_net=DeltaNetConfig(num_value_heads=2, full_attention_interval=None)),
+    ModelConfig(
+        num_layers=7,
+        mamba=MambaConfig(
+            num_heads=6, head_dim=10, n_groups=2, d_state=12, attn_layer_period=3, attn_layer_offsets=(1,)
+        ),
+        moe=MoEConfig(moe_layer_freq=2, num_shared_experts=1),
+    ),
+    ModelConfig(num_nextn_predict_layers=1, mamba=MambaConfig(num_heads=2, head_dim=9, d_state=5, d_conv=3)),
     ModelConfig(num_nextn_predict_layers=1, moe=MoEConfig(moe_layer_freq=2, num_shared_experts=1)),
     ModelConfig(num_nextn_predict_layers=1, tie_word_embeddings=True, moe=MoEConfig(num_experts=0)),
 ]
@@ -73,6 +89,7 @@ LATENTS = {"num_key_value_heads": None, "latent": LatentConfig(kv_lora_rank=8, q
         (1, 2, 2, False, LATENTS | {"num_nextn_predict_layers": 1}),
         (2, 2, 2, True, ALL_BIASES),
         (2, 2, 2, False, {"delta_net": DeltaNetConfig(num_value_heads=4, num_key_heads=2, full_attention_interval=2)}),
+        (2, 2, 2, False, {"mamba": MambaConfig(num_heads=4, d_state=6, attn_layer_period=2, attn_layer_offsets=(0,))}),
     ],
 )
 def test_parameters_of_a_device_are_those_of_the_real_one(data, expert, tensor, whole, model):

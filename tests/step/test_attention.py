@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from moe_jax.config import AttentionConfig, DeltaNetConfig, LatentConfig, RopeScalingConfig
+from moe_jax.config import AttentionConfig, DeltaNetConfig, LatentConfig, MambaConfig, RopeScalingConfig
 from tests.small import small_config
 from tests.step.gradients import assert_equals_reference
 from tests.step.test_tensor_axis import SCHEDULES
@@ -49,6 +49,19 @@ FORMS: dict[str, dict] = {
         "qk_norm": True,
         "partial_rotary_factor": 0.5,
     },
+    "mamba": {  # whose tensor ranks share the only group
+        "num_layers": 6,
+        "mamba": MambaConfig(
+            num_heads=4, head_dim=5, d_state=6, d_conv=3, attn_layer_period=3, attn_layer_offsets=(1,)
+        ),
+        "attention": AttentionConfig(nope_every=1),
+        "residual_multiplier": 0.5,
+        "rms_norm_eps": 1e-2,  # see above
+    },
+    "mamba-groups": {
+        "mamba": MambaConfig(num_heads=8, head_dim=5, n_groups=4, d_state=6),
+        "rms_norm_eps": 1e-2,
+    },
     "sinks-and-biases": {
         "attention": AttentionConfig(bias=True, sinks=True, sliding_window=5, out_bias=False),
         "activation": "clipped_swiglu",
@@ -70,6 +83,8 @@ MOE: dict[str, dict] = {"sinks-and-biases": {"bias": True, "num_shared_experts":
         ("scaled-rotary-latents", None),
         ("delta-nets", None),
         ("delta-nets", "unified"),
+        ("mamba", "unified"),
+        ("mamba-groups", None),
         ("sinks-and-biases", "unified"),
     ],
 )

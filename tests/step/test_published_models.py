@@ -49,6 +49,9 @@ def narrowed(model: ModelConfig) -> ModelConfig:
     of_heads = model.num_key_value_heads not in (None, model.num_attention_heads)
     dense = min(moe.first_k_dense_replace, 1)
     delta = model.delta_net if model.has_delta_nets else replace(model.delta_net, full_attention_interval=None)
+    mamba = replace(model.mamba, num_heads=4, n_groups=min(model.mamba.n_groups, 2), head_dim=8, d_state=8)
+    if mamba.attn_layer_period:
+        mamba = replace(mamba, attn_layer_period=_PERIOD, attn_layer_offsets=(_PERIOD - 1,))
     periods = moe.moe_layer_freq, attention.full_every, attention.nope_every, delta.full_attention_interval
     freq, full, nope, interval = (n and min(n, _PERIOD) for n in periods)
     narrow = replace(delta, num_value_heads=4, num_key_heads=2, key_head_dim=8, value_head_dim=8)
@@ -56,7 +59,7 @@ def narrowed(model: ModelConfig) -> ModelConfig:
         model,
         vocab_size=16,
         hidden_size=16,
-        num_layers=dense + _ITERATIONS * max(freq, full or 1, nope or 1, interval or 1),
+        num_layers=dense + _ITERATIONS * max(freq, full or 1, nope or 1, interval or 1, model.has_mamba * _PERIOD),
         num_attention_heads=2,
         num_key_value_heads=1 if of_heads else None,
         head_dim=64 if latent.kv_lora_rank is None else None,
@@ -65,6 +68,7 @@ def narrowed(model: ModelConfig) -> ModelConfig:
         rms_norm_eps=1e-6,
         attention=replace(attention, full_every=full, nope_every=nope),
         latent=replace(latent, kv_lora_rank=latent.kv_lora_rank and 8, q_lora_rank=latent.q_lora_rank and 8),
+        mamba=mamba if model.has_mamba else model.mamba,
         delta_net=replace(narrow, full_attention_interval=interval) if model.has_delta_nets else model.delta_net,
         moe=replace(
             moe,

@@ -1,4 +1,4 @@
-"""The sections of the model: `model` with `moe`, `attention`, `latent`, `delta_net` and `rope_scaling`."""
+"""The sections of the model: `model` with `moe`, `attention`, `latent`, `delta_net`, `mamba` and `rope_scaling`."""
 
 import functools
 from dataclasses import dataclass, field
@@ -157,6 +157,35 @@ class DeltaNetConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MambaConfig:
+    """Mamba-2 layers (Dao & Gu 2024, "Transformers are SSMs") instead of attention, as in Granite 4.
+
+    Each head has a state of its values. A token decays it, and adds its own value. State and time of a token do not
+    depend on the length of the sequence.
+    """
+
+    num_heads: int | None = number(None, Range(1, 2**14))  # heads, each with a state; null: no block has Mamba-2
+    head_dim: int = number(64, Range(1, 2**16))  # features of a head's value
+    # groups of consecutive heads, of which each shares the vectors B and C, and the mean square of its outputs' norm
+    n_groups: int = number(1, Range(1, 2**14))
+    d_state: int = number(128, Range(1, 2**16))  # numbers of the state for each feature of a value
+    d_conv: int = number(4, Range(1, 2**10))  # tokens, the own one included, over which values, B and C are convolved
+    # attention in blocks: of every so many blocks, those in these places, counted from 0; null: no block has attention
+    attn_layer_period: int | None = number(None, Range(1, ANY))
+    attn_layer_offsets: tuple[int, ...] = number((), Range(0, ANY))
+
+    @property
+    def value_width(self) -> int:
+        """The features of all heads' values."""
+        return (self.num_heads or 0) * self.head_dim
+
+    @property
+    def group_width(self) -> int:
+        """The numbers of all groups' vectors B, or C."""
+        return self.n_groups * self.d_state
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """The mask, biases, sinks and output gate of attention."""
 
@@ -203,12 +232,22 @@ class RopeScalingConfig:
 
 
 class AttentionView(NamedTuple):
-    """The mask and position encoding of one block's attention, or that it has a gated delta net instead."""
+    """The mask and position encoding of one block's attention, or the recurrent layer that it has instead."""
 
     window: int | None  # tokens that a token attends to, itself included; None: all before it
     rope: bool  # whether queries and keys are rotated
-    is_delta: bool = False  # whether the block has a gated delta net instead, which has neither
     chunk: int | None = None  # tokens of a chunk, to whose tokens attention is limited; None: there are none
+    recurrent: Literal["delta_net", "mamba"] | None = None  # the layer that the block has instead, which has neither
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether the block has a layer with states instead of attention."""
+        return self.recurrent is not None
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether the block has a gated delta net."""
+        return self.recurrent == "delta_net"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +282,7 @@ class ModelConfig(HashedOnce):
     rms_norm_eps: float = number(1e-6, Range(0, 1, above=True))
     # the norms before attention, MLPs and experts, and the last one: RMSNorm, or LayerNorm with a bias (Phi-3.5-MoE)
     normalization: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    # weights of RMSNorms are differences from 1, but for those inside delta nets (Qwen3-Next)
+    # weights of RMSNorms are differences from 1, but for those inside recurrent layers (Qwen3-Next)
     rms_norm_zero_centered: bool = False
     # factors of Granite: on the rows of the embedding,
     embedding_multiplier: float = number(1.0, Range(0, LARGE, above=True))
@@ -255,6 +294,7 @@ class ModelConfig(HashedOnce):
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     latent: LatentConfig = field(default_factory=LatentConfig)
     delta_net: DeltaNetConfig = field(default_factory=DeltaNetConfig)
+    mamba: MambaConfig = field(default_factory=MambaConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
 
     __hash__ = HashedOnce.__hash__
@@ -280,6 +320,18 @@ class ModelConfig(HashedOnce):
     def has_delta_nets(self) -> bool:
         """Whether blocks have a gated delta net instead of attention, all or some of them."""
         return self.delta_net.num_value_heads is not None
+
+    @property
+    def has_mamba(self) -> bool:
+        """Whether blocks have Mamba-2 instead of attention, all or some of them."""
+        return self.mamba.num_heads is not None
+
+    @property
+    def recurrent_period(self) -> int:
+        """The blocks after which the kinds of recurrent layers and attention repeat."""
+        if self.has_delta_nets:
+            return self.delta_net.full_attention_interval or 1
+        return (self.has_mamba and self.mamba.attn_layer_period) or 1
 
     @property
     def qk_width(self) -> int:
@@ -319,7 +371,9 @@ class ModelConfig(HashedOnce):
 
         def view(block: int) -> AttentionView:
             if self.has_delta_nets and not is_nth(block, self.delta_net.full_attention_interval):
-                return AttentionView(window=None, rope=False, is_delta=True)
+                return AttentionView(window=None, rope=False, recurrent="delta_net")
+            if self.has_mamba and block % self.recurrent_period not in self.mamba.attn_layer_offsets:
+                return AttentionView(window=None, rope=False, recurrent="mamba")
             is_full = is_nth(block, attention.full_every)
             return AttentionView(
                 window=None if is_full else attention.sliding_window,

@@ -38,6 +38,10 @@ def check_tensor_split(config: Sections, ranks: int) -> None:
     if model.has_delta_nets:
         name = "num_value_heads" if model.delta_net.num_key_heads is None else "num_key_heads"
         divided[f"model.delta_net.{name}"] = model.delta_net.key_heads
+    if model.has_mamba:
+        divided["model.mamba.num_heads"] = model.mamba.num_heads or 0
+        if model.mamba.n_groups > 1:  # the only group is shared
+            divided["model.mamba.n_groups"] = model.mamba.n_groups
     if "dense" in model.block_kinds or model.moe.dense_residual:
         divided["model.intermediate_size"] = model.intermediate_size
     if model.moe.num_experts and (model.moe.num_shared_experts or not config.mesh.experts_over_tensor):
@@ -64,6 +68,11 @@ def check_context_split(config: Sections, ranks: int, tensor_ranks: int) -> None
             f"model.delta_net.num_value_heads={config.model.delta_net.num_value_heads} and mesh.context={ranks}: the "
             "states of gated delta nets do not travel between context ranks: use mesh.context=1, or "
             "model.delta_net.num_value_heads=null"
+        )
+    if config.model.has_mamba:
+        raise ConfigError(
+            f"model.mamba.num_heads={config.model.mamba.num_heads} and mesh.context={ranks}: the states of Mamba-2 do "
+            "not travel between context ranks: use mesh.context=1, or model.mamba.num_heads=null"
         )
     length, unit = config.data.seq_len, ranks * math.lcm(2, tensor_ranks)
     if length % unit:

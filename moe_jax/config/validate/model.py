@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from typing import Any
 
 from moe_jax.config.registry import DISPATCHER_FACTS, GATE_FACTS
 from moe_jax.config.sections import AttentionConfig, ModelConfig, MoEConfig, Sections, TrainConfig
@@ -12,12 +13,13 @@ from moe_jax.errors import ConfigError, all_of, divisors_text
 
 @functools.lru_cache(maxsize=64)
 def check_model(model: ModelConfig) -> None:
-    """Raise ConfigError for invalid heads, latents, delta nets, windows, rotary scaling or experts."""
+    """Raise ConfigError for invalid heads, latents, recurrent layers, windows, rotary scaling or experts."""
     if model.has_latents:
         _check_latents(model)
     else:
         _check_heads(model)
     _check_delta_nets(model)
+    _check_mamba(model)
     _check_views(model)
     _check_norms(model)
     _check_rope(model)
@@ -93,12 +95,49 @@ def _check_delta_nets(model: ModelConfig) -> None:
                 f"use {divisors_text(heads)}"
             )
         return
-    for field in dataclasses.fields(delta):
-        if (value := getattr(delta, field.name)) != field.default:
-            cure = "null" if field.default is None else field.default
+    _check_unused(delta, name, "num_value_heads")
+
+
+def _check_mamba(model: ModelConfig) -> None:
+    mamba, name = model.mamba, "model.mamba"
+    if not model.has_mamba:
+        return _check_unused(mamba, name, "num_heads")
+    heads, period, offsets = mamba.num_heads or 0, mamba.attn_layer_period, list(mamba.attn_layer_offsets)
+    if model.has_delta_nets:
+        raise ConfigError(
+            f"{name}.num_heads={heads} and model.delta_net.num_value_heads={model.delta_net.num_value_heads} are two "
+            f"kinds of recurrent layers: use {name}.num_heads=null, or model.delta_net.num_value_heads=null"
+        )
+    if heads % mamba.n_groups:
+        raise ConfigError(
+            f"{name}.n_groups={mamba.n_groups} does not divide {name}.num_heads={heads}: use {divisors_text(heads)}"
+        )
+    if period is None:
+        if offsets:
             raise ConfigError(
-                f"{name}.{field.name}={'null' if value is None else value} without {name}.num_value_heads: set both, "
-                f"or {name}.{field.name}={cure}"
+                f"{name}.attn_layer_offsets={offsets} without {name}.attn_layer_period: set both, or "
+                f"{name}.attn_layer_offsets=[]"
+            )
+        return None
+    if not offsets or offsets != sorted(set(range(period)).intersection(offsets)) or len(offsets) == period:
+        raise ConfigError(
+            f"{name}.attn_layer_offsets={offsets} with {name}.attn_layer_period={period}: use some places from 0 to "
+            f"{period - 1} in growing order, {name}.attn_layer_period=null for attention in no block, or "
+            f"{name}.num_heads=null for attention in all"
+        )
+    return None
+
+
+def _check_unused(section: Any, name: str, needed: str) -> None:
+    """Raise ConfigError for a setting of a section that has no effect without the one that is needed."""
+    for field in dataclasses.fields(section):
+        if (value := getattr(section, field.name)) != field.default:
+            value, cure = (
+                list(each) if isinstance(each, tuple) else "null" if each is None else each
+                for each in (value, field.default)
+            )
+            raise ConfigError(
+                f"{name}.{field.name}={value} without {name}.{needed}: set both, or {name}.{field.name}={cure}"
             )
 
 

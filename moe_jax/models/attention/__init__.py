@@ -1,4 +1,5 @@
-"""Causal attention, with one file for each kind: grouped-query and multi-head latent attention, and gated delta nets.
+"""Causal attention, with one file for each kind: grouped-query and multi-head latent attention, and what blocks have
+instead of it: gated delta nets, and Mamba-2.
 
 B sequences of L tokens, of which N are of this context rank; D model width, H query heads, V width of a head's value.
 Each of t tensor ranks has n = N/t tokens of a sequence, and computes H/t of the heads. S tokens in a cache.
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import AttentionView, ModelConfig
-from moe_jax.models.attention import delta_net, grouped, latent
+from moe_jax.models.attention import delta_net, grouped, latent, mamba
 from moe_jax.models.attention.core import AttentionImpl
 from moe_jax.models.layers import block_norm, scaled
 from moe_jax.parallel.context import context_ranks
@@ -33,13 +34,16 @@ class AttentionKind(NamedTuple):
 
 _GROUPED = AttentionKind(grouped.heads, grouped.first_cache, grouped.cached_heads)
 _LATENT = AttentionKind(latent.heads, latent.first_cache, latent.cached_heads)
-_DELTA = AttentionKind(delta_net.heads, delta_net.first_cache, delta_net.cached_heads)
+_RECURRENT = {
+    "delta_net": AttentionKind(delta_net.heads, delta_net.first_cache, delta_net.cached_heads),
+    "mamba": AttentionKind(mamba.heads, mamba.first_cache, mamba.cached_heads),
+}
 
 
 def kind_of(model: ModelConfig, view: AttentionView) -> AttentionKind:
     """Return the kind of attention that a block of a model has."""
-    if view.is_delta:
-        return _DELTA
+    if view.recurrent is not None:
+        return _RECURRENT[view.recurrent]
     return _LATENT if model.has_latents else _GROUPED
 
 

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from moe_jax.config import AttentionView, DeltaNetConfig, ModelConfig
 from moe_jax.models.attention import delta_rule
+from moe_jax.models.attention.causal_conv import convolved, last_features
 from moe_jax.models.attention.core import AttentionImpl
 from moe_jax.models.layers import rms_norm
 from moe_jax.parallel.sequence_shards import own_share, tp_all_gather
@@ -100,8 +101,7 @@ def cached_heads(
     )
     rule = delta_rule.token_by_token if length == 1 else delta_rule.in_chunks
     out_BNGJV, state = rule(tokens, cache.state, one_BN[:, 0])
-    joined, width = jnp.concatenate([cache.tail_BwGF, projected.feature_BNGF], axis=1), cache.tail_BwGF.shape[1]
-    tail = jax.vmap(lambda x_mGF, count: jax.lax.dynamic_slice_in_dim(x_mGF, count, width))(joined, count_B)
+    tail = last_features(cache.tail_BwGF, projected.feature_BNGF, count_B)
     return _gated(params, out_BNGJV, projected.gate_BNGF, model), Cache(state, tail)
 
 
@@ -122,7 +122,7 @@ def _tokens(
     delta: DeltaNetConfig,
 ) -> delta_rule.Tokens:
     """Return what the tokens do to the states; `before_BwGF` has the features of the tokens before the first one."""
-    x_BNGF = _convolved(projected.feature_BNGF, before_BwGF, _kernel(weights["conv"], delta), document_BN)
+    x_BNGF = convolved(projected.feature_BNGF, before_BwGF, _kernel(weights["conv"], delta), document_BN)
     query, key, value = jnp.split(x_BNGF, [delta.key_head_dim, 2 * delta.key_head_dim], axis=-1)
     rate, step = (x.astype(jnp.float32) for x in (projected.rate_BNGJ, projected.step_BNGJ))
     decay_GJ, bias_GJ = (weights[name].reshape(-1, delta.group) for name in ("decay_log", "step_bias"))
@@ -144,27 +144,6 @@ def _kernel(conv_CW: Float[Array, "C W"], delta: DeltaNetConfig) -> Float[Array,
     parts = jnp.split(conv_CW, [delta.key_width, 2 * delta.key_width])
     by_head = (part.reshape(delta.key_heads, -1, conv_CW.shape[1]) for part in parts)
     return own_share(jnp.concatenate(list(by_head), axis=1), 0)
-
-
-def _convolved(
-    x_BNGF: Float[Array, "B N G F"],
-    before_BwGF: Float[Array, "B w G F"],
-    kernel_GFW: Float[Array, "G F W"],
-    document_BN: Int[Array, "B N"],
-) -> Float[Array, "B N G F"]:
-    """Return SiLU of the causal convolution of each feature, in float32.
-
-    Tokens before the first one are of its document.
-    """
-    length, width = x_BNGF.shape[1], kernel_GFW.shape[-1]
-    joined = jnp.concatenate([before_BwGF, x_BNGF], axis=1)
-    documents = jnp.pad(document_BN, ((0, 0), (width - 1, 0)), mode="edge")
-    y_BNGF = jnp.zeros(x_BNGF.shape, jnp.float32)
-    for place in range(width):
-        same_BN: Bool[Array, "B N"] = documents[:, place : place + length] == document_BN
-        earlier = jnp.where(same_BN[..., None, None], joined[:, place : place + length], 0)
-        y_BNGF += earlier.astype(jnp.float32) * kernel_GFW[..., place]
-    return jax.nn.silu(y_BNGF)
 
 
 def _unit(x: Float[Array, "... K"]) -> Float[Array, "... K"]:

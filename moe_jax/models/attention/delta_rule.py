@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from moe_jax.config.attention_kernels import DELTA_CHUNK
+from moe_jax.config.attention_kernels import STATE_CHUNK
+from moe_jax.models.attention.state_scan import decays_of, scan_chunks, scan_tokens
 
 State = Float[Array, "B G J K V"]
 
@@ -48,49 +49,28 @@ def token_by_token(tokens: Tokens, state: State, document_B: Int[Array, " B"]) -
     `document_B` is the document of the token before the first one.
     """
 
-    def step(carry: tuple[State, jax.Array], token: Tokens) -> tuple[tuple[State, jax.Array], jax.Array]:
-        state, before_B = carry
-        query_BGK, key_BGK, value_BGJV, log_decay_BGJ, rate_BGJ, document_B = token
-        state = jnp.where(_like(document_B == before_B, state), state, 0) * jnp.exp(log_decay_BGJ)[..., None, None]
+    def step(state: State, token: Tokens) -> tuple[State, jax.Array]:
+        query_BGK, key_BGK, value_BGJV, log_decay_BGJ, rate_BGJ, _ = token
+        state = state * jnp.exp(log_decay_BGJ)[..., None, None]
         known_BGJV = jnp.einsum("bgjkv,bgk->bgjv", state, key_BGK)
         correction_BGJV = rate_BGJ[..., None] * (value_BGJV - known_BGJV)
         state = state + jnp.einsum("bgk,bgjv->bgjkv", key_BGK, correction_BGJV)
-        return (state, document_B), jnp.einsum("bgjkv,bgk->bgjv", state, query_BGK)
+        return state, jnp.einsum("bgjkv,bgk->bgjv", state, query_BGK)
 
-    in_time = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens)
-    (state, _), out_NBGJV = jax.lax.scan(step, (state, document_B), in_time)
-    return jnp.moveaxis(out_NBGJV, 0, 1), state
+    return scan_tokens(step, tokens, state, document_B)
 
 
 def in_chunks(
-    tokens: Tokens, state: State, document_B: Int[Array, " B"], chunk: int = DELTA_CHUNK
+    tokens: Tokens, state: State, document_B: Int[Array, " B"], chunk: int = STATE_CHUNK
 ) -> tuple[jax.Array, State]:
     """Return the same as `token_by_token`, with matrix products over chunks of tokens."""
-    length = tokens.document_BN.shape[1]
-    chunk = min(chunk, length)
-    chunks = -(-length // chunk)
-
-    def cut(x: jax.Array) -> jax.Array:
-        """Pad to whole chunks, with tokens that change nothing, and put the chunks first."""
-        mode = "edge" if jnp.issubdtype(x.dtype, jnp.integer) else "constant"
-        x = jnp.pad(x, [(0, 0), (0, chunks * chunk - length)] + [(0, 0)] * (x.ndim - 2), mode=mode)
-        return jnp.moveaxis(x.reshape(x.shape[0], chunks, chunk, *x.shape[2:]), 1, 0)
-
-    (state, _), out = jax.lax.scan(_through_chunk, (state, document_B), jax.tree.map(cut, tokens))
-    out_BNGJV = jnp.moveaxis(out, 0, 1).reshape(out.shape[1], chunks * chunk, *out.shape[3:])
-    return out_BNGJV[:, :length], state
+    return scan_chunks(_through_chunk, tokens, state, document_B, chunk)
 
 
-def _through_chunk(carry: tuple[State, jax.Array], tokens: Tokens) -> tuple[tuple[State, jax.Array], jax.Array]:
-    """Return the state after a chunk with the document of its last token, and the outputs [B, C, G, J, V]."""
-    state, before_B = carry
+def _through_chunk(state: State, tokens: Tokens, before_B: Int[Array, " B"]) -> tuple[State, jax.Array]:
+    """Return the state after a chunk, and the outputs [B, C, G, J, V]."""
     query, key, value, log_decay, rate_BCGJ, document_BC = tokens
-    total_BGJC = jnp.moveaxis(jnp.cumsum(log_decay, axis=1), 1, 3)
-    sees_BCC = (document_BC[:, :, None] == document_BC[:, None]) & jnp.tri(document_BC.shape[1], dtype=bool)
-    last_B1 = document_BC[:, -1:]
-    decay_BGJCC = _exp(total_BGJC[..., :, None] - total_BGJC[..., None, :], sees_BCC[:, None, None])
-    from_before_BGJC = _exp(total_BGJC, (document_BC == before_B[:, None])[:, None, None])
-    to_end_BGJC = _exp(total_BGJC[..., -1:] - total_BGJC, (document_BC == last_B1)[:, None, None])
+    decay_BGJCC, from_before_BGJC, to_end_BGJC = decays_of(log_decay, document_BC, before_B)
     rate_BGJC = jnp.moveaxis(rate_BCGJ, 1, 3)
 
     product_BGCC = jnp.einsum("bcgk,bdgk->bgcd", key, key)
@@ -104,7 +84,7 @@ def _through_chunk(carry: tuple[State, jax.Array], tokens: Tokens) -> tuple[tupl
     out_BGJCV = old_BGJCV + weight_BGJCC @ correction_BGJCV
     state = from_before_BGJC[..., -1, None, None] * state
     state += jnp.einsum("bcgk,bgjcv->bgjkv", key, to_end_BGJC[..., None] * correction_BGJCV)
-    return (state, last_B1[:, 0]), jnp.moveaxis(out_BGJCV, 3, 1)
+    return state, jnp.moveaxis(out_BGJCV, 3, 1)
 
 
 @jax.custom_vjp
@@ -146,12 +126,3 @@ def _solve_backward(saved: tuple[jax.Array, jax.Array], dx_CV: jax.Array) -> tup
 
 
 solve_unit_lower.defvjp(_solve_forward, _solve_backward)
-
-
-def _exp(x: jax.Array, where: jax.Array) -> jax.Array:
-    """Return exp(x) where a mask is true, and 0 elsewhere, where x may be large."""
-    return jnp.where(where, jnp.exp(jnp.where(where, x, 0)), 0)
-
-
-def _like(mask_B: jax.Array, state: State) -> jax.Array:
-    return mask_B.reshape(-1, *[1] * (state.ndim - 1))
