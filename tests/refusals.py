@@ -605,10 +605,6 @@ REFUSED = {
         "model.moe.expert_matmuls=fp8, and with model.moe.num_experts=0 there are no experts: "
         "set model.moe.num_experts, or model.moe.expert_matmuls=compute_dtype"
     ),
-    "migration.enabled=true optimizer.ema_decay=0.9": (
-        "migration.enabled=true with optimizer.ema_decay=0.9, whose average of experts does not move: use "
-        "optimizer.ema_decay=null, or migration.enabled=false"
-    ),
     "migration.enabled=true model.moe.num_experts=0": (
         "migration.enabled=true, and with model.moe.num_experts=0 there are no experts: "
         "set model.moe.num_experts, or migration.enabled=false"
