@@ -60,6 +60,11 @@ REFUSED = {
         "optimizer.eps=1e-08"
     ),
     "optimizer.ema_decay=1": "optimizer.ema_decay=1.0 must be at least 0 and below 1",
+    "optimizer.qk_clip=0": "optimizer.qk_clip=0.0 must be above 0 (or null)",
+    "optimizer.qk_clip=100 model.qk_norm=true": (
+        "optimizer.qk_clip=100.0 scales weights of queries and keys, and the model has model.qk_norm=true, whose norms "
+        "make logits independent of the size of these weights: use optimizer.qk_clip=null"
+    ),
     "optimizer.beta2=1": "optimizer.beta2=1.0 must be at least 0 and below 1",
     "optimizer.final_fraction=1.5": "optimizer.final_fraction=1.5 must be at most 1",
     "data.validation_fraction=1": "data.validation_fraction=1.0 must lie between 0 and 1",

@@ -128,6 +128,7 @@ FACTORS: dict[str, dict[str, str]] = {
         "mtp": "model.num_nextn_predict_layers=1 train.mtp_loss_scaling_factor=0.2 "
         "train.mtp_loss_schedule=[[3,0.7],[6,0.4],[7,0.1]]",
     },
+    "logits": {"any_logits": "", "qk_clip": "optimizer.qk_clip=1"},
 }
 
 NODES = ("hier_1d", "hier_2d", "halo")
@@ -166,6 +167,7 @@ REFUSED: Pairs = [
     {"experts": "copied", "zero": but("zero", "zero0")},
     {"experts": "copied", "room": ("slots", "few")},
     {"attention": "delta_nets", "mesh": ("c2e2", "c2e2_shared", "c2t2")},
+    {"attention": ("normed", "delta_nets"), "logits": "qk_clip"},
 ]
 # pairs of which one setting changes nothing
 IDLE: Pairs = [
