@@ -4,7 +4,7 @@ B sequences of this device, in A parts of b sequences for gradient accumulation;
 M blocks with experts, E experts, S sources of a mixture.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -72,6 +72,12 @@ class StepContext:
                 experts_in_float32=config.model.moe.expert_matmuls == "fp8",
             ),
         )
+
+    @property
+    def of_evaluation(self) -> "StepContext":
+        """The context without what only a training step reads: the largest attention logits."""
+        attention = self.compute.attention._replace(max_logits=False)
+        return replace(self, compute=replace(self.compute, attention=attention))
 
     @property
     def is_fully_sharded(self) -> bool:
