@@ -377,6 +377,7 @@ def objective(
     mtp_weight=0.0,
     mtp_share=1.0,
     qk_clips=False,
+    record_LGk=None,
 ):
     """The loss of a whole batch, and its parts and what the routers counted by name.
 
@@ -385,6 +386,7 @@ def objective(
     those that would have to predict another document, or padding. `text`: padding is neither predicted nor routed.
     With multi-token prediction its loss has `mtp_weight`, and is the mean over `mtp_share` of all tokens but the last
     one of each sequence. With `qk_clips` the parts have the largest logit of each block and head, but for padding.
+    With `record_LGk` tokens have these experts.
     """
     params = with_ones(params, model)
     id_T = np.ravel(token_BN1[:, :-1])
@@ -414,7 +416,7 @@ def objective(
             continue
         y, choice, z_loss, count_E, lost = moe_layer(
             *(p["moe"], h.reshape(-1, h.shape[-1]), model.moe, sources, len(x)),
-            *(Draws(id_T, place_T, block, seed_and_step), buffer, tensor, context, text),
+            *(Draws(id_T, place_T, block, seed_and_step, record_LGk), buffer, tensor, context, text),
         )
         x = x + added * y.reshape(x.shape)
         choices, z_losses, dropped = [*choices, choice], z_losses + z_loss, [*dropped, lost]

@@ -89,7 +89,8 @@ def assert_are_near(grads: dict[str, np.ndarray], expected: dict[str, np.ndarray
 def trained(config: Config) -> Step:
     """By the program that a run has."""
     trainer = make_trainer(config, mesh_of(config))
-    state, metrics = run_checked(trainer.step, first_state(config, trainer), batch_of(config))
+    replayed = (None, *record_of(config)) if config.train.replay_routing else ()
+    state, metrics = run_checked(trainer.step, first_state(config, trainer), batch_of(config), *replayed)
     trees = {"params": state["params"], "mu": optax.tree_utils.tree_get(state["optimizer"], "mu")}
     trees, stages = jax.tree.map(jnp.asarray, trees), Stages.of(config)
     if "placement" in state:
@@ -103,6 +104,20 @@ def trained(config: Config) -> Step:
     if config.model.moe.num_experts:
         names += (*LOSSES, "expert_load", "block_dropped_fraction")
     return Step({name: metrics[name] for name in names}, by_path(trees["mu"]), by_path(trees["params"]))
+
+
+def record_of(config: Config, seed: int = 0) -> list[np.ndarray]:
+    """Different random experts [L, G, k] for the choices of each token, of as many groups as the gate takes.
+
+    An empty list if the step replays no record.
+    """
+    if config.train.replay_routing is None:
+        return []
+    moe, rng = config.model.moe, np.random.default_rng(seed)
+    shape = config.model.num_layers, config.train.batch_size * config.data.seq_len
+    group_LGE = rng.random((*shape, moe.n_group)).argsort(axis=-1).repeat(moe.num_experts // moe.n_group, axis=-1)
+    score_LGE = np.where(group_LGE < moe.topk_group, rng.random((*shape, moe.num_experts)), 2.0)
+    return [score_LGE.argsort(axis=-1)[..., : moe.top_k].astype(np.int32)]
 
 
 def batch_of(config: Config) -> np.ndarray:
@@ -201,7 +216,7 @@ def _of_part(config: Config, sequence_b: np.ndarray) -> tuple[dict[str, Any], An
         *(some_params(model), tokens_of(config)[sequence_b], model, _sources(config), buffer),
         *(sizes["tensor"], sizes["context"], (config.train.seed, STEP), sequence_b),
         *(config.train.z_loss_multiplier, *_documents(config, sequence_b)),
-        *(_mtp_weight(config.train), _mtp_share(config), config.optimizer.qk_clip is not None),
+        *(_mtp_weight(config.train), _mtp_share(config), config.optimizer.qk_clip is not None, *record_of(config)),
     )
     return jax.device_get(rest | {"loss": loss}), jax.device_get(grads)
 

@@ -129,6 +129,7 @@ FACTORS: dict[str, dict[str, str]] = {
         "train.mtp_loss_schedule=[[3,0.7],[6,0.4],[7,0.1]]",
     },
     "logits": {"any_logits": "", "qk_clip": "optimizer.qk_clip=1"},
+    "routing": {"chosen": "", "replayed": "train.replay_routing=record"},
 }
 
 NODES = ("hier_1d", "hier_2d", "halo")
@@ -168,6 +169,8 @@ REFUSED: Pairs = [
     {"experts": "copied", "room": ("slots", "few")},
     {"attention": "delta_nets", "mesh": ("c2e2", "c2e2_shared", "c2t2")},
     {"attention": ("normed", "delta_nets"), "logits": "qk_clip"},
+    {"routing": "replayed", "gate": but("gate", "softmax", "sigmoid", "v3")},
+    {"routing": "replayed", "mtp": "mtp"},
 ]
 # pairs of which one setting changes nothing
 IDLE: Pairs = [
