@@ -811,6 +811,22 @@ MUTATIONS = (
         ["tests/step/test_optimizer.py"],
     ),
     Mutation(
+        "largest_logit_of_own_tokens",
+        "step/qk_clip.py",
+        "first, 1), TOKEN_AXES)",
+        "first, 1), Axis.TENSOR)",
+        "devices clip the same head by different factors, and their parameters drift apart",
+        ["tests/step/test_every_step.py", "-k", "qk_clip"],
+    ),
+    Mutation(
+        "rotated_queries_clipped_by_half",
+        "step/qk_clip.py",
+        "zip((root_Rh1, whole_Rh1), widths",
+        "zip((root_Rh1, root_Rh1), widths",
+        "logits of heads with latents stay above the threshold",
+        ["tests/step/test_every_step.py", "-k", "qk_clip and latent"],
+    ),
+    Mutation(
         "nan_in_moments",
         "step/optimizers/adamw.py",
         "mu, nu = unless_bad(is_good, (moved.mu, moved.nu), (state.mu, state.nu))",

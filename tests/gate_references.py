@@ -21,6 +21,11 @@ class Draws(NamedTuple):
     place_T: np.ndarray
     block: int
     seed_and_step: tuple[int, int] | None  # None: evaluation
+    record_LGk: np.ndarray | None = None  # the experts of all tokens, if they are those of a record
+
+    def replayed(self, best_Tk: np.ndarray) -> np.ndarray:
+        """The experts of a record, if there is one, in place of these."""
+        return best_Tk if self.record_LGk is None else self.record_LGk[self.block][self.place_T]
 
     def of_tokens(self) -> list[Any]:
         seed, *rest = self.seed_and_step or (0,)
@@ -59,20 +64,20 @@ def linear(p, x_TD):
 
 
 def softmax(p, x_TD, moe: MoEConfig, draws: Draws):
-    return of_softmax(linear(p, x_TD), moe, p.get("score_bias", 0.0))
+    return of_softmax(linear(p, x_TD), moe, p.get("score_bias", 0.0), draws.replayed)
 
 
-def of_softmax(logit_TE, moe: MoEConfig, bias_E=0.0):
+def of_softmax(logit_TE, moe: MoEConfig, bias_E=0.0, replayed=lambda best_Tk: best_Tk):
     prob_TE = jnp.exp(logit_TE - logit_TE.max(-1, keepdims=True))
     prob_TE = prob_TE / prob_TE.sum(-1, keepdims=True)
-    best = first_k(prob_TE + bias_E, moe.top_k)
+    best = replayed(first_k(prob_TE + bias_E, moe.top_k))
     return weighted(prob_TE, best, moe), prob_TE, best, logit_TE
 
 
 def sigmoid(p, x_TD, moe: MoEConfig, draws: Draws):
     logit_TE = linear(p, x_TD)
     score_TE = 1 / (1 + jnp.exp(-logit_TE))
-    best = first_k(score_TE + p.get("score_bias", 0.0), moe.top_k)
+    best = draws.replayed(first_k(score_TE + p.get("score_bias", 0.0), moe.top_k))
     return weighted(score_TE, best, moe), score_TE / score_TE.sum(-1, keepdims=True), best, logit_TE
 
 
@@ -173,7 +178,7 @@ def deepseek_v2(p, x_TD, moe: MoEConfig, draws: Draws):
 def deepseek_v3(p, x_TD, moe: MoEConfig, draws: Draws):
     logit_TE = linear(p, x_TD)
     score_TE = jax.nn.sigmoid(logit_TE)
-    best = grouped(p, x_TD, moe, score_TE + p["score_bias"], 2)
+    best = draws.replayed(grouped(p, x_TD, moe, score_TE + p["score_bias"], 2))
     return weighted(score_TE, best, moe), score_TE / score_TE.sum(-1, keepdims=True), best, logit_TE
 
 

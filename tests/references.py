@@ -91,14 +91,8 @@ def attention(p, x_ND, model: ModelConfig, block: int):
         return delta_net(p, h, model)
     if "skip" in p:
         return mamba(p, h, model)
-    heads = (latent_heads if model.latent.kv_lora_rank else grouped_heads)(p, h, model, block)
     out = p["out_bias"] if model.attention.bias and model.attention.out_bias else 0.0
-    scaling = model.rope_scaling
-    mscale = 1 + 0.1 * scaling.mscale_all_dim * math.log(scaling.factor)
-    multiplier = model.attention_multiplier
-    for head, ((q, k, v), head_out) in enumerate(zip(heads, rows_of(p["out"]), strict=True)):
-        factor = 1 / math.sqrt(q.shape[-1]) if multiplier is None else multiplier
-        score = jnp.where(visible(len(x_ND), model, block), q @ k.T * mscale**2 * factor, -jnp.inf)
+    for head, ((score, v), head_out) in enumerate(zip(scores(p, h, model, block), rows_of(p["out"]), strict=True)):
         if model.attention.sinks:
             score = jnp.concatenate([score, jnp.full((len(score), 1), p["sink"][head])], axis=-1)
         y = jax.nn.softmax(score)[:, : len(x_ND)] @ v
@@ -106,6 +100,38 @@ def attention(p, x_ND, model: ModelConfig, block: int):
             y = y / (1 + jnp.exp(-h @ p["gate"][:, head]))
         out += y @ head_out
     return out
+
+
+def scores(p, h_ND, model: ModelConfig, block: int):
+    """The logits of each head, -inf for tokens that a token does not see, and its values."""
+    scaling, multiplier = model.rope_scaling, model.attention_multiplier
+    mscale = 1 + 0.1 * scaling.mscale_all_dim * math.log(scaling.factor)
+    for q, k, v in (latent_heads if model.latent.kv_lora_rank else grouped_heads)(p, h_ND, model, block):
+        factor = 1 / math.sqrt(q.shape[-1]) if multiplier is None else multiplier
+        yield jnp.where(visible(len(h_ND), model, block), q @ k.T * mscale**2 * factor, -jnp.inf), v
+
+
+def largest_logits(p, x_ND, model: ModelConfig, block: int):
+    """The largest logit of each token and head of one sequence, [N, H]."""
+    h = block_norm(p, x_ND, model)
+    return jnp.stack([score.max(axis=-1) for score, _ in scores(p, h, model, block)], axis=1)
+
+
+def qk_clip(p, largest_H, threshold: float, model: ModelConfig):
+    """The weights of one block's attention after QK-clip, head by head."""
+    p = {name: np.array(leaf) for name, leaf in p.items()}
+    plain = model.latent.qk_nope_head_dim if model.latent.kv_lora_rank else model.head_width
+    keys = p["key"].shape[1]  # a head each, or a group of heads
+    for key, largest_J in enumerate(np.reshape(largest_H, (keys, -1))):
+        factor = threshold / largest_J.max() if largest_J.max() > threshold else 1.0
+        heads = range(key * len(largest_J), (key + 1) * len(largest_J))
+        p["query"][:, heads, :plain] *= math.sqrt(factor)
+        p["query"][:, heads, plain:] *= factor  # multiplied with the rotated key that all heads share
+        p["key"][:, key] *= math.sqrt(factor)
+        if "query_bias" in p:
+            p["query_bias"][heads] *= math.sqrt(factor)
+            p["key_bias"][key] *= math.sqrt(factor)
+    return p
 
 
 def visible(n, model: ModelConfig, block: int):
@@ -378,6 +404,8 @@ def objective(
     text=None,
     mtp_weight=0.0,
     mtp_share=1.0,
+    qk_clips=False,
+    record_LGk=None,
 ):
     """The loss of a whole batch, and its parts and what the routers counted by name.
 
@@ -385,7 +413,8 @@ def objective(
     document, which are then attended to one by one; the loss is the mean over `counted_share` of the tokens, all but
     those that would have to predict another document, or padding. `text`: padding is neither predicted nor routed.
     With multi-token prediction its loss has `mtp_weight`, and is the mean over `mtp_share` of all tokens but the last
-    one of each sequence.
+    one of each sequence. With `qk_clips` the parts have the largest logit of each block and head, but for padding.
+    With `record_LGk` tokens have these experts.
     """
     params = with_ones(params, model)
     id_T = np.ravel(token_BN1[:, :-1])
@@ -394,13 +423,20 @@ def objective(
     place_T = (sequence_B[:, None] * length + np.arange(length)).ravel()
     x = model.embedding_multiplier * params["embedding"][token_BN1[:, :-1]]
     added = model.residual_multiplier
-    choices, z_losses, dropped, counts_ME = [], 0.0, [], np.zeros((0, 0), int)
+    choices, z_losses, dropped, counts_ME, largest_LH = [], 0.0, [], np.zeros((0, 0), int), []
     for block, p in enumerate(block_params(params, model)):
         if block == model.num_layers:
             decoded, x = x, mtp_input(p["mtp_input"], x, token_BN1, params, model)
         view = min(block, model.num_layers - 1)  # that of multi-token prediction is the highest one's
-        attend = functools.partial(attention, p["attention"], model=model, block=view)
-        y = jax.vmap(attend)(x) if end_of_text is None else by_document(attend, x, token_BN1, end_of_text)
+
+        def each(function, x, p=p, view=view):
+            run = functools.partial(function, p["attention"], model=model, block=view)
+            return jax.vmap(run)(x) if end_of_text is None else by_document(run, x, token_BN1, end_of_text)
+
+        y = each(attention, x)
+        if qk_clips:
+            largest_TH = each(largest_logits, jax.lax.stop_gradient(x)).reshape(x.shape[0] * x.shape[1], -1)
+            largest_LH.append((largest_TH if text is None else largest_TH[text.is_text_T]).max(axis=0))
         x = x + added * y
         h = block_norm(p, x, model)
         if "mlp" in p:
@@ -408,7 +444,7 @@ def objective(
             continue
         y, choice, z_loss, count_E, lost = moe_layer(
             *(p["moe"], h.reshape(-1, h.shape[-1]), model.moe, sources, len(x)),
-            *(Draws(id_T, place_T, block, seed_and_step), buffer, tensor, context, text),
+            *(Draws(id_T, place_T, block, seed_and_step, record_LGk), buffer, tensor, context, text),
         )
         x = x + added * y.reshape(x.shape)
         choices, z_losses, dropped = [*choices, choice], z_losses + z_loss, [*dropped, lost]
@@ -443,6 +479,7 @@ def objective(
         "num_dropped_M": np.array(dropped, np.float32),
         "z_loss": z_loss,
         **({"mtp_loss": mtp_loss} if model.num_nextn_predict_layers else {}),
+        **({"largest_LH": jax.lax.stop_gradient(jnp.stack(largest_LH))} if qk_clips else {}),
     }
 
 

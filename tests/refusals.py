@@ -60,6 +60,11 @@ REFUSED = {
         "optimizer.eps=1e-08"
     ),
     "optimizer.ema_decay=1": "optimizer.ema_decay=1.0 must be at least 0 and below 1",
+    "optimizer.qk_clip=0": "optimizer.qk_clip=0.0 must be above 0 (or null)",
+    "optimizer.qk_clip=100 model.qk_norm=true": (
+        "optimizer.qk_clip=100.0 scales weights of queries and keys, and the model has model.qk_norm=true, whose norms "
+        "make logits independent of the size of these weights: use optimizer.qk_clip=null"
+    ),
     "optimizer.beta2=1": "optimizer.beta2=1.0 must be at least 0 and below 1",
     "optimizer.final_fraction=1.5": "optimizer.final_fraction=1.5 must be at most 1",
     "data.validation_fraction=1": "data.validation_fraction=1.0 must lie between 0 and 1",
@@ -707,10 +712,6 @@ REFUSED = {
     "model.moe.expert_matmuls=fp8 model.moe.num_experts=0": (
         "model.moe.expert_matmuls=fp8, and with model.moe.num_experts=0 there are no experts: "
         "set model.moe.num_experts, or model.moe.expert_matmuls=compute_dtype"
-    ),
-    "migration.enabled=true optimizer.ema_decay=0.9": (
-        "migration.enabled=true with optimizer.ema_decay=0.9, whose average of experts does not move: use "
-        "optimizer.ema_decay=null, or migration.enabled=false"
     ),
     "migration.enabled=true model.moe.num_experts=0": (
         "migration.enabled=true, and with model.moe.num_experts=0 there are no experts: "

@@ -157,11 +157,15 @@ class Stages:
             for number in range(len(segments(self.model)))
         )
 
+    def chunks_with(self, segment: int) -> int:
+        """Return how many model chunks of a stage have rows of a segment: 1 if it is that of multi-token prediction."""
+        return 1 if any(block.segment == segment for block in self.mtp) else self.chunks
+
     def stored_row(self, segment: int) -> tuple[int, ...]:
         """Return the row of the stacked arrays that stores each period of a segment."""
-        per_chunk = self.rows[segment]
+        per_chunk, chunks = self.rows[segment], self.chunks_with(segment)
         return tuple(
-            (group % self.stages * self.chunks + group // self.stages) * per_chunk + block.row
+            (group % self.stages * chunks + group // self.stages % chunks) * per_chunk + block.row
             for group, blocks in enumerate(self._stored)
             for block in blocks
             if block.segment == segment and block.place == 0
@@ -173,8 +177,10 @@ class Stages:
 
         Two configs with the same layout store parameters in the same rows.
         """
-        groups = self.stages * self.chunks
-        return tuple((rows * groups, *self.stored_row(number)) for number, rows in enumerate(self.rows))
+        return tuple(
+            (rows * self.stages * self.chunks_with(number), *self.stored_row(number))
+            for number, rows in enumerate(self.rows)
+        )
 
 
 @functools.lru_cache(maxsize=64)

@@ -123,7 +123,12 @@ class ComputeConfig:
             rank_capacity_factor=config.exchange.rank_capacity_factor,
             tensor_form=_tensor_form(config, mesh.shape[Axis.TENSOR]),
             tensor_chunks=config.exchange.tensor_chunks,
-            attention=AttentionImpl(kernel_of(config, platform, capability), config.exchange.context_form),
+            attention=AttentionImpl(
+                kernel_of(config, platform, capability),
+                config.exchange.context_form,
+                config.optimizer.qk_clip is not None,
+                platform,
+            ),
             expert_axis=expert_axis(config.mesh),
             seed=config.train.seed,
             loss_chunk=config.train.loss_chunk,
@@ -175,6 +180,8 @@ class Output(NamedTuple):
 
     x_BND: Float[Array, "B N D"]  # the residual stream after the decoder's last block
     stats: RouterStats | None  # with a leading dimension M; None if no block has experts
+    # the largest attention logit of the heads of this tensor rank, if that was asked for; L blocks
+    max_logit_LH: Float[Array, "L H"] | None
     mtp_BND: Float[Array, "B N D"] | None = None  # after the block of multi-token prediction, if that was asked for
 
 
@@ -185,6 +192,7 @@ class Routed(NamedTuple):
     sent: ExpertRows
     metadata: DispatchMetadata
     stats: RouterStats
+    max_logit_H: Float[Array, " H"] | None  # the largest attention logits, if they were asked for
 
 
 def attend_and_route(
@@ -198,14 +206,15 @@ def attend_and_route(
     document_BL: Int[Array, "B L"] | None = None,
 ) -> Routed:
     """Run attention, shared experts, gate and permute. `ragged`: the rows are for a ragged exchange."""
-    x_BND = x_BND + attend(params["attention"], x_BND, model, view, compute.attention, document_BL)
+    added_BND, max_logit_H = attend(params["attention"], x_BND, model, view, compute.attention, document_BL)
+    x_BND = x_BND + added_BND
     h_BND = block_norm(params, x_BND, model)
     h_TD = h_BND.reshape(-1, x_BND.shape[-1])
     context = context._replace(inputs=context.inputs and context.inputs.flat())
     routed = moe_layer.route(params["moe"], h_TD, model.moe, compute.ep_size(), context, len(x_BND), ragged)
     for shared in moe_layer.shared_experts(params["moe"]):
         x_BND = x_BND + _sharded_mlp(shared, h_BND, model)
-    return Routed(x_BND, *routed)
+    return Routed(x_BND, *routed, max_logit_H)
 
 
 def experts_of(moe: MoEConfig, compute: ComputeConfig) -> Callable[[Params, ExpertRows], jax.Array]:
@@ -232,10 +241,11 @@ def dense_block(
     view: AttentionView,
     impl: AttentionImpl,
     document_BL: Int[Array, "B L"] | None = None,
-) -> Float[Array, "B N D"]:
-    """Run one block without experts."""
-    x_BND = x_BND + attend(params["attention"], x_BND, model, view, impl, document_BL)
-    return x_BND + _sharded_mlp(params["mlp"], block_norm(params, x_BND, model), model)
+) -> tuple[Float[Array, "B N D"], Float[Array, " H"] | None]:
+    """Run one block without experts. Also return the largest attention logits if `impl` asks for them."""
+    added_BND, max_logit_H = attend(params["attention"], x_BND, model, view, impl, document_BL)
+    x_BND = x_BND + added_BND
+    return x_BND + _sharded_mlp(params["mlp"], block_norm(params, x_BND, model), model), max_logit_H
 
 
 @jax.named_scope("mlp")
@@ -252,10 +262,14 @@ def block(
     compute: ComputeConfig,
     context: RouterContext,
     document_BL: Int[Array, "B L"] | None = None,
-) -> tuple[Float[Array, "B N D"], RouterStats | None]:
-    """Run one decoder block on a device's whole batch. With experts, also return the statistics of its router."""
+) -> tuple[Float[Array, "B N D"], RouterStats | None, Float[Array, " H"] | None]:
+    """Run one decoder block on a device's whole batch.
+
+    Also return the statistics of its router, with experts, and the largest attention logits, if they are asked for.
+    """
     if "mlp" in params:
-        return dense_block(params, x_BND, model, view, compute.attention, document_BL), None
+        x_BND, max_logit_H = dense_block(params, x_BND, model, view, compute.attention, document_BL)
+        return x_BND, None, max_logit_H
     length = x_BND.shape[1]
     capacity = full_capacity(model.moe, x_BND.shape[0] * length)
     capacity = capacity._replace(buffer=buffer_of(model.moe, compute.rank_capacity_factor, length, compute.ep_size()))
@@ -263,7 +277,7 @@ def block(
     routed = attend_and_route(params, x_BND, model, view, compute, context, document_BL=document_BL)
     experts = partial(experts_of(model.moe, compute), params["moe"]["experts"])
     returned = dispatch_compute_combine(routed.sent, experts, compute.route, model.moe)
-    return rejoin(routed.x_BND, returned, routed.metadata, model), routed.stats
+    return rejoin(routed.x_BND, returned, routed.metadata, model), routed.stats, routed.max_logit_H
 
 
 @jax.named_scope("embed")
@@ -293,7 +307,7 @@ def forward(
     pass gathers them again. With `next_BN`, the token after each one, the block of multi-token prediction runs, too.
     """
     x_BND, decoded_BND = embed(params["embedding"], token_BN, model, compute), None
-    stats, below, moe_below = [], 0, 0
+    stats, max_logits, below, moe_below = [], [], 0, 0
     for number, segment in enumerate(decoder_segments(model) if next_BN is None else segments(model)):
         own = router_inputs and router_inputs.above(below)
         moe_here = segment.kinds.count("moe") * segment.repeats
@@ -302,12 +316,16 @@ def forward(
         if next_BN is not None and below == model.num_layers:
             decoded_BND, next_BND = x_BND, embed(params["embedding"], next_BN, model, compute)
             run = partial(run, enter=partial(mtp_input, norm_D=params["norm"], next_BnD=next_BND, model=model))
-        x_BND, segment_stats = run(params["segments"][number], x_BND, segment, model, compute, own, slots)
-        stats += segment_stats
+        x_BND, own_stats, own_logits = run(params["segments"][number], x_BND, segment, model, compute, own, slots)
+        stats += own_stats
+        max_logits += own_logits
         below += len(segment.kinds) * segment.repeats
         moe_below += moe_here
     in_order = jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats) if stats else None
-    return Output(x_BND, in_order) if decoded_BND is None else Output(decoded_BND, in_order, x_BND)
+    max_logit_LH = jnp.concatenate(max_logits) if max_logits else None
+    if decoded_BND is None:
+        return Output(x_BND, in_order, max_logit_LH)
+    return Output(decoded_BND, in_order, max_logit_LH, x_BND)
 
 
 REMAT_POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
@@ -324,23 +342,25 @@ def _run_segment(
     document_BL: jax.Array | None,
     gathers: Tree | None,
     enter: Callable[[Any, jax.Array], jax.Array] | None = None,
-) -> tuple[jax.Array, list[RouterStats]]:
+) -> tuple[jax.Array, list[RouterStats], list[jax.Array]]:
     """Scan over the segment's periods, with experts in the slots `slot_mE`.
 
-    `enter` makes the input of the block of multi-token prediction, which is a segment by itself. Statistics come back
-    as one tree in a list, with blocks in order; the list is empty without experts.
+    `enter` makes the input of the block of multi-token prediction, which is a segment by itself. Statistics and largest
+    logits come back as one tree in a list each, with blocks in order; a list is empty without experts, or if logits are
+    not asked for.
     """
     length = len(segment.kinds)
 
     def period(
         x_BND: jax.Array, inputs: tuple[Any, jax.Array | None, jax.Array | None]
-    ) -> tuple[jax.Array, list[RouterStats]]:
+    ) -> tuple[jax.Array, tuple[list[RouterStats], list[jax.Array]]]:
         params, iteration, slots = inputs
         if gathers is not None:
             params = jax.tree.map(lambda gather, shard: gather(shard), gathers, params)
         if enter is not None:
             x_BND = enter(params[0]["mtp_input"], x_BND)
-        stats = []
+        stats: list[RouterStats] = []
+        max_logits: list[jax.Array] = []
         for place, view in enumerate(segment.views):
             own = (
                 None if iteration is None or router_inputs is None else router_inputs.above(iteration * length + place)
@@ -351,9 +371,10 @@ def _run_segment(
                 else None
             )
             context = RouterContext(own, slot_E=slot_E)
-            x_BND, block_stats = block(params[place], x_BND, model, view, compute, context, document_BL)
-            stats += [block_stats] if block_stats is not None else []
-        return x_BND, stats
+            x_BND, block_stats, max_logit_H = block(params[place], x_BND, model, view, compute, context, document_BL)
+            stats += [] if block_stats is None else [block_stats]
+            max_logits += [] if max_logit_H is None else [max_logit_H]
+        return x_BND, (stats, max_logits)
 
     unroll = min(compute.unroll, segment.repeats)
     if compute.remat != "none" or gathers is not None:
@@ -364,8 +385,13 @@ def _run_segment(
         )
     iterations = None if router_inputs is None else jnp.arange(segment.repeats)
     slots = None if slot_mE is None else slot_mE.reshape(segment.repeats, -1, slot_mE.shape[1])
-    x_BND, stats = jax.lax.scan(period, x_BND, (params, iterations, slots), unroll=unroll)
-    if not stats:
-        return x_BND, []
-    in_order = jax.tree.map(lambda *blocks: jnp.stack(blocks, axis=1), *stats)  # [repeats, per period, …]
-    return x_BND, [jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), in_order)]
+    x_BND, (stats, max_logits) = jax.lax.scan(period, x_BND, (params, iterations, slots), unroll=unroll)
+    return x_BND, _in_order(stats), _in_order(max_logits)
+
+
+def _in_order(blocks: list[Tree]) -> list[Tree]:
+    """Return the trees of a period's blocks, stacked over the periods, as one tree with blocks in order."""
+    if not blocks:
+        return []
+    in_order = jax.tree.map(lambda *each: jnp.stack(each, axis=1), *blocks)  # [repeats, per period, …]
+    return [jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), in_order)]

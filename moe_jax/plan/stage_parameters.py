@@ -57,8 +57,8 @@ def _stage_parameters(stages: Stages) -> StageParameters:
     model = stages.model
     embedding, *_, head = owned_parameters(model)
     blocks = [
-        (owned_by_kind(model, view.is_recurrent)[kind], rows * stages.chunks)
-        for segment, rows in zip(segments(model), stages.rows, strict=True)
+        (owned_by_kind(model, view.is_recurrent)[kind], total // stages.stages)
+        for segment, (total, *_) in zip(segments(model), stages.layout, strict=True)
         for kind, view in zip(segment.kinds, segment.views, strict=True)
     ]
     if model.has_mtp:  # the highest segment

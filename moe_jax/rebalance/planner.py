@@ -28,13 +28,14 @@ class MigrationCosts(NamedTuple):
 def migration_costs(config: Config, cluster: Cluster, expert_bytes: float) -> MigrationCosts:
     """Predict the costs for a config whose mesh has no open sizes.
 
-    `expert_bytes` is the size of an expert on one device, moments included. With a capacity, experts compute padding
-    where they have fewer rows, so the least loaded rank takes as long as the busiest, and imbalance costs nothing
-    (`even_s` is 0). Exchanges send buffers of a fixed size in any case.
+    `expert_bytes` is the size of an expert on one device, moments and average included. With a capacity, experts
+    compute padding where they have fewer rows, so the least loaded rank takes as long as the busiest, and imbalance
+    costs nothing (`even_s` is 0). Exchanges send buffers of a fixed size in any case.
     """
     step = Step(config, cluster)
     send_s = step.collectives.send(expert_bytes, step.experts)
-    moved_arrays = 1 + config.optimizer.facts.expert_moments  # of a gradient's size
+    has_average = config.optimizer.ema_decay is not None
+    moved_arrays = 1 + config.optimizer.facts.expert_moments + has_average  # of a gradient's size
     sent_bytes = 2 * (1 - 1 / step.experts.ranks) * expert_bytes / moved_arrays
     sum_s = step.collectives.ring(sent_bytes, step.experts, "all_reduce")
     if config.model.moe.capacity_factor is not None:

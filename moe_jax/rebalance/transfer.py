@@ -23,10 +23,11 @@ from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.rebalance.moves import Move, TransferRound, transfer_rounds
 from moe_jax.step.compile_cache import compiled
 from moe_jax.step.context import State
+from moe_jax.step.moving_average import AVERAGE
 from moe_jax.step.trainer import Trainer
 
 _MAX_ROUNDS = 32  # of one call of a program; more rounds take several calls
-_PARTS = ("params", "optimizer")  # entries of the state that have arrays of experts
+_PARTS = ("params", "optimizer", AVERAGE)  # entries of a state, as far as it has them, with arrays of experts
 
 Group = tuple[int, int]  # a stack of blocks: its segment of the model, and the position in the segment's period
 
@@ -77,7 +78,7 @@ class Mover:
         return compiled(self.lowered(group))
 
     def expert_bytes(self, group: Group) -> int:
-        """Return the bytes that one expert on one device is sent as, moments included."""
+        """Return the bytes that one expert on one device is sent as, moments and average included."""
         local = [shape.sharding.shard_shape(shape.shape) for shape in self._shapes[group]]
         largest = max(shape.dtype.itemsize for shape in self._shapes[group])
         return largest * sum(int(np.prod(x[2:])) for x in local)
@@ -109,8 +110,8 @@ class Mover:
                 encoded = jax.tree.map(self.replicated, self._encoded(rounds[first : first + _MAX_ROUNDS]))
                 moved = program([leaf for _, leaf in found], encoded)
                 new = {path: leaf for (path, _), leaf in zip(found, moved, strict=True)}
-                parts = {name: state[name] for name in _PARTS}
-                state = state | jax.tree.map_with_path(lambda path, leaf, new=new: new.get(path, leaf), parts)
+                moved_parts = jax.tree.map_with_path(lambda path, leaf, new=new: new.get(path, leaf), _parts(state))
+                state = state | moved_parts
         return state
 
     def replicated(self, x: Any) -> jax.Array:
@@ -121,10 +122,14 @@ class Mover:
         return encode(rounds, _MAX_ROUNDS, self._stages.stages, self.ranks, self._per_rank)
 
 
+def _parts(state: State) -> State:
+    return {name: state[name] for name in _PARTS if name in state}
+
+
 def _leaves(state: State) -> dict[Group, list[tuple[Any, Any]]]:
-    """Return (path, array) of all parameters and moments of experts, for each stack of blocks."""
+    """Return (path, array) of all parameters, moments and averages of experts, for each stack of blocks."""
     found: defaultdict[Group, list[tuple[Any, Any]]] = defaultdict(list)
-    for path, leaf in jax.tree.leaves_with_path({name: state[name] for name in _PARTS}):
+    for path, leaf in jax.tree.leaves_with_path(_parts(state)):
         group = expert_group(path)
         if group is not None:
             found[group].append((path, leaf))

@@ -66,6 +66,7 @@ _CURVES: dict[str, tuple[tuple[str, str, dict[str, bool]], ...]] = {
         ("Gradient norm", "grad_norm", {"log_if_wide": True}),
         ("z-loss of the logits", "z_loss", {}),
         ("Loss of multi-token prediction", "mtp_loss", {}),
+        ("Largest attention logit", "max_attention_logit", {"log_if_wide": True}),
     ),
     "Speed": (
         ("Tokens per second", "tokens_per_s", {"from_zero": True}),

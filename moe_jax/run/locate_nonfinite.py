@@ -124,7 +124,7 @@ def _wrong_outputs(params: Params, inputs: StepInputs, context: StepContext) -> 
                 slot_E = None if slot_ME is None or kinds[place] != "moe" else slot_ME[m]
                 own_context = RouterContext(own_inputs, slot_E=slot_E)
                 x_bND = input_of(blocks[place], x_bND)
-                x_bND, _ = block(blocks[place], x_bND, model, view, compute, own_context, document_bN)
+                x_bND, _, _ = block(blocks[place], x_bND, model, view, compute, own_context, document_bN)
                 wrong.append(_is_wrong(x_bND))
             return x_bND, jnp.stack(wrong)
 

@@ -4,7 +4,7 @@ B sequences of this device, in A parts of b sequences for gradient accumulation;
 M blocks with experts, E experts, S sources of a mixture.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -72,6 +72,12 @@ class StepContext:
                 experts_in_float32=config.model.moe.expert_matmuls == "fp8",
             ),
         )
+
+    @property
+    def of_evaluation(self) -> "StepContext":
+        """The context without what only a training step reads: the largest attention logits."""
+        attention = self.compute.attention._replace(max_logits=False)
+        return replace(self, compute=replace(self.compute, attention=attention))
 
     @property
     def is_fully_sharded(self) -> bool:
@@ -243,8 +249,17 @@ class StepInputs(NamedTuple):
         return MTPInputs(token_marks.indices(own.input_Bn), target_Bn, jnp.maximum(self.num_mtp_targets, 1), scale)
 
     def document_BN(self, context: StepContext) -> Int[Array, "B N"] | None:
-        """Return the document of each token in its sequence; None: tokens attend to all documents."""
-        return token_marks.documents(self.token_BN1[:, :-1]) if context.config.data.mask_documents else None
+        """Return the document of each token in its sequence; None: tokens attend to all documents.
+
+        With QK-clip padding has -1, so that its logits do not count.
+        """
+        if not context.config.data.mask_documents:
+            return None
+        token_BN = self.token_BN1[:, :-1]
+        document_BN = token_marks.documents(token_BN)
+        if not context.compute.attention.max_logits:
+            return document_BN
+        return jnp.where(token_marks.padding(token_BN), -1, document_BN)
 
     def in_parts(self, count: int) -> Int[Array, "A b N1"]:
         """Split the tokens into the `train.grad_accumulation` parts."""

@@ -1,6 +1,6 @@
 """The terms of the loss, and the metrics computed from them.
 
-M blocks with experts, E experts, S sources of a mixture.
+M blocks with experts, E experts, S sources of a mixture; A parts of a batch, L blocks, H heads of attention.
 """
 
 from typing import NamedTuple
@@ -30,6 +30,9 @@ class ObjectiveParts(NamedTuple):
     source_loss_S: Float[Array, " S"] | None = None  # the parts of the cross-entropy by source; None: of no mixture
     mtp_loss: Float[Array, ""] | None = None  # mean nats per token of multi-token prediction; None: there is none
     expert_MGk: Int[Array, "M G k"] | None = None  # expert + 1 of the tokens of this share; None: nothing is recorded
+    # with QK-clip the largest attention logits of the heads of this tensor rank over the queries of this rank: of each
+    # part of the batch in its own place, so that parts add up; not a share
+    max_logit_ALH: Float[Array, "A L H"] | None = None
 
     def head_loss(self, z_loss_multiplier: float, mtp_scale: Float[Array, ""] | float = 0.0) -> Float[Array, ""]:
         """Return the cross-entropy plus the weighted z-loss of the logits and the weighted loss of multi-token
@@ -43,6 +46,27 @@ class ObjectiveParts(NamedTuple):
     def auxiliary(self, moe: MoEConfig) -> Float[Array, ""]:
         """Return the weighted losses of the routers, which are added to the loss of the head."""
         return moe.aux_loss_coeff * self.load_balance_loss + moe.z_loss_coeff * self.router_z_loss
+
+
+def with_max_logits(
+    parts: ObjectiveParts,
+    max_logit_lH: Float[Array, "l H"] | None,
+    part: int | Int[Array, ""],
+    count: int,
+    below: int | Int[Array, ""] = 0,
+) -> ObjectiveParts:
+    """Return the terms with the largest logits of one of `count` parts of the batch in their place.
+
+    They are of the l blocks above the lowest `below`; of all blocks, unless there are places already. Other places are
+    0. Without logits nothing is changed.
+    """
+    if max_logit_lH is None:
+        return parts
+    so_far = parts.max_logit_ALH
+    if so_far is None:
+        so_far = jnp.zeros((count, *max_logit_lH.shape), max_logit_lH.dtype)
+    place = jnp.int32(part), jnp.int32(below), jnp.int32(0)
+    return parts._replace(max_logit_ALH=jax.lax.dynamic_update_slice(so_far, max_logit_lH[None], place))
 
 
 def parts_of(

@@ -84,10 +84,13 @@ def rounded_at_random(x: Float[Array, "..."], word: jax.Array) -> Float[Array, "
     return jnp.where(jnp.isfinite(x), cut, x).astype(jnp.bfloat16)
 
 
+_QK_WEIGHTS = re.compile(r"attention\.(query|key)(_bias)?$")  # that QK-clip scales
+
+
 def group_factors(optimizer: OptimizerConfig, parameters: Tree) -> tuple[Tree, Tree]:
     """Return the weight decay and the factor of the learning rate of each of the `optimizers.protocol.Parameter`s.
 
-    Raises ConfigError for a group without parameters.
+    Raises ConfigError for a group without parameters, and for one that keeps what QK-clip scales.
     """
     leaves, structure = jax.tree.flatten_with_path(parameters)
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
@@ -96,11 +99,17 @@ def group_factors(optimizer: OptimizerConfig, parameters: Tree) -> tuple[Tree, T
         if number not in group_of:
             _refuse(f"optimizer.groups[{number}].match={group.match}", group.match, names)
     decays, factors = [], []
-    for (_, parameter), own in zip(leaves, group_of, strict=True):
+    for (_, parameter), name, own in zip(leaves, names, group_of, strict=True):
         decay, factor = optimizer.weight_decay if len(parameter.spaces) > 1 else 0.0, 1.0
         if own is not None:
             group = optimizer.groups[own]
             decay, factor = decay if group.weight_decay is None else group.weight_decay, group.learning_rate_factor
+            if optimizer.qk_clip is not None and factor == 0 and _QK_WEIGHTS.search(name):
+                raise ConfigError(
+                    f"optimizer.qk_clip={optimizer.qk_clip} scales queries and keys, and optimizer.groups[{own}].match="
+                    f"{group.match} keeps {name} as it is by learning_rate_factor=0: use optimizer.qk_clip=null, or "
+                    "leave queries and keys out of the group"
+                )
         decays.append(decay)
         factors.append(factor)
     return jax.tree.unflatten(structure, decays), jax.tree.unflatten(structure, factors)

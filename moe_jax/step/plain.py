@@ -32,10 +32,11 @@ from moe_jax.parallel.trees import Grads, Params
 from moe_jax.step import fault_injection
 from moe_jax.step.context import State, StepContext, StepInputs
 from moe_jax.step.expert_placement import experts_here, slots_of, with_copies_summed, with_load_added
-from moe_jax.step.losses import Metrics, ObjectiveParts, metrics_of, parts_of
+from moe_jax.step.losses import Metrics, ObjectiveParts, metrics_of, parts_of, with_max_logits
 from moe_jax.step.moving_average import with_step_added
 from moe_jax.step.optimizer import clip_factor, learning_rate, updates_done, with_counts_unless_bad
 from moe_jax.step.optimizers.protocol import unless_bad
+from moe_jax.step.qk_clip import max_over_batch, with_clipped_heads
 from moe_jax.step.router_bias import with_moved_biases
 
 ROUTED = "routed_experts"  # of metrics: [M, G, k]; E: of no expert
@@ -57,7 +58,7 @@ def objective(params: Params, inputs: StepInputs, context: StepContext) -> tuple
     model, compute, tokens = context.config.model, context.compute, inputs.routed_tokens(context)
     input_Bn, target_Bn = inputs.local_tokens()  # each context and tensor rank has n of N tokens
     router_inputs, document_BN, mtp = inputs.router_inputs(context), inputs.document_BN(context), inputs.mtp(context)
-    x_BnD, stats, mtp_BnD = forward(
+    x_BnD, stats, max_logit_LH, mtp_BnD = forward(
         *(params, input_Bn, model, compute, router_inputs, inputs.slot_ME, document_BN, context.block_gathers),
         next_BN=None if mtp is None else mtp.next_Bn,
     )
@@ -67,6 +68,7 @@ def objective(params: Params, inputs: StepInputs, context: StepContext) -> tuple
     )
     count_ME = None if stats is None else sum_over_batch(stats.count_E)
     parts = parts_of(head.terms, stats, count_ME, tokens, model.moe)
+    parts = with_max_logits(parts, max_logit_LH, inputs.batch_part.part, inputs.batch_part.parts)
     return head.total + parts.auxiliary(model.moe), parts
 
 
@@ -133,6 +135,7 @@ def train_step(
     norm = global_norm(grads, context.grad_specs, compute.platform, experts_here(inputs.slot_ME, context))
     if compute.platform == "cpu":  # where a sum blocks the compute thread until all devices have joined
         parts = jax.tree.map(lambda part: depend_on(part, norm, compute.platform) if part.size else part, parts)
+    parts, max_logit_LH = max_over_batch(parts, context)  # optimizer.qk_clip
     total = sum_over_batch(parts)
     rate = learning_rate(config)(updates_done(state["optimizer"]))
     scale = mtp_scale(config.train, state["step"]) if config.model.has_mtp else 0.0
@@ -141,6 +144,8 @@ def train_step(
         metrics["source_loss"] = inputs.mean_by_source(total.source_loss_S)
     if total.expert_MGk is not None:
         metrics[ROUTED] = total.expert_MGk - 1
+    if max_logit_LH is not None:
+        metrics["max_attention_logit"] = max_logit_LH.max()
     is_good = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
     if max_loss is not None:
         is_good &= metrics["loss"] <= max_loss
@@ -149,7 +154,7 @@ def train_step(
         params = context.own_shards(state["params"])
         clipped = jax.tree.map(lambda g: g * factor, grads)
         updates, moments = context.optimizer.update(clipped, state["optimizer"], params, is_good=is_good)
-        learned = optax.apply_updates(params, updates)
+        learned = with_clipped_heads(optax.apply_updates(params, updates), max_logit_LH, context)
         learned = with_moved_biases(learned, total.count_ME, context.stages, config.model.moe.bias_update_rate)
         learned = unless_bad(is_good, learned, params)
     new_state = {

@@ -4,7 +4,7 @@ Wang et al. 2024 (Auxiliary-Loss-Free Load Balancing), algorithm 1; DeepSeek-V3 
 which experts are chosen. It has no gradient, moment or weight decay. It is updated from the token counts of the whole
 batch, which are the same on all devices.
 
-M blocks with experts, E experts, R rows of a stacked array, some of them unused (see `moe_jax.config.layer_layout`).
+M blocks with experts, E experts, R rows of a stacked array.
 """
 
 import jax
@@ -15,11 +15,8 @@ from numpy.typing import NDArray
 
 from moe_jax.config.facts import SCORE_BIAS
 from moe_jax.config.layer_layout import Stages, segments
-from moe_jax.parallel.mesh import Axis
-from moe_jax.parallel.pipeline import stage
 from moe_jax.parallel.trees import Tree
-
-_UNUSED = -1
+from moe_jax.step.stage_rows import UNUSED, block_of_row, own_rows
 
 
 def score_biases(dims: Tree) -> Tree:
@@ -41,13 +38,13 @@ def with_moved_biases(params: Tree, count_ME: Int[Array, "M E"], stages: Stages,
     for number, segment in enumerate(segments(stages.model)):
         for place, kind in enumerate(segment.kinds):
             if kind == "moe":
-                own_R = _own_rows(_moe_of_row(stages, number, place))
+                own_R = own_rows(_moe_of_row(stages, number, place))
                 moved[number] = moved[number] | {place: _moved(moved[number][place], count_ME, own_R, rate)}
     return params | {"segments": moved}
 
 
 def _moved(block: Tree, count_ME: jax.Array, moe_R: jax.Array, rate: float) -> Tree:
-    up_RE = jnp.where(moe_R[:, None] == _UNUSED, 0, direction(count_ME[moe_R]))
+    up_RE = jnp.where(moe_R[:, None] == UNUSED, 0, direction(count_ME[moe_R]))
     bias_RE = block["moe"][SCORE_BIAS.name] + jnp.float32(rate) * up_RE
     return block | {"moe": block["moe"] | {SCORE_BIAS.name: bias_RE}}
 
@@ -63,16 +60,6 @@ def direction(count_RE: Int[Array, "R E"]) -> Float[Array, "R E"]:
 
 def _moe_of_row(stages: Stages, number: int, place: int) -> NDArray[np.int32]:
     """Return the index, among blocks with experts, of the block in each row of a segment's stacked arrays."""
-    kinds, segment = stages.model.block_kinds, segments(stages.model)[number]
-    below = sum(len(other.kinds) * other.repeats for other in segments(stages.model)[:number])
-    total, *rows = stages.layout[number]
-    moe_R = np.full(total, _UNUSED, np.int32)
-    for period, row in enumerate(rows):
-        moe_R[row] = kinds[: below + period * len(segment.kinds) + place].count("moe")
-    return moe_R
-
-
-def _own_rows(x_R: NDArray[np.int32]) -> jax.Array:
-    """Return the rows of this pipeline stage."""
-    own = len(x_R) // jax.lax.axis_size(Axis.PIPELINE)
-    return jax.lax.dynamic_slice_in_dim(jnp.asarray(x_R), stage() * own, own)
+    moe_of_block = np.array([stages.model.block_kinds[:block].count("moe") for block in range(stages.model.num_blocks)])
+    block_R = block_of_row(stages, number, place)
+    return np.where(block_R == UNUSED, UNUSED, moe_of_block[block_R]).astype(np.int32)

@@ -134,7 +134,8 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
             background.new_program()
             if decay is not None:
                 params = context.as_stored(params)  # whole, from shards of the average
-            return sum_over_batch(kind.evaluate(params, StepInputs.of(token_BN1, context, slot_ME=slot_ME), context))
+            inputs = StepInputs.of(token_BN1, context, slot_ME=slot_ME)
+            return sum_over_batch(kind.evaluate(params, inputs, context.of_evaluation))
 
         in_specs = (context.stored_specs if decay is None else context.grad_specs, BATCH_SPEC, REPLICATED)
         return on_mesh(own, in_specs=in_specs, out_specs=REPLICATED)(params, token_BN1, slot_ME)

@@ -10,7 +10,7 @@ NUMBERS = frozenset(
     {
         *("loss", "cross_entropy", "validation_loss", "tokens", "tokens_per_s", "step_s", "mfu", "learning_rate"),
         *("grad_norm", "dropped_fraction", "load_max_over_mean", "load_balance_loss", "router_z_loss", "z_loss"),
-        "mtp_loss",
+        *("mtp_loss", "max_attention_logit"),
     }
 )
 LISTS = frozenset({"rank_load", "migrated_blocks", "migration_swaps", "migration_load_after"})

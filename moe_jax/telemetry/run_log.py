@@ -211,6 +211,7 @@ def format_line(record: Mapping[str, Any], total_steps: int, eta_s: float | None
     shown = [
         ("loss", lambda v: f"loss {v:.3f}"),
         ("mtp_loss", lambda v: f"mtp {v:.3f}"),
+        ("max_attention_logit", lambda v: f"max logit {v:.1f}"),
         ("tokens_per_s", lambda v: f"{human_count(v)} tok/s"),
         ("step_s", lambda v: f"{human_seconds(v)}/step"),
         ("mfu", lambda v: f"MFU {v:.1%}"),

@@ -55,7 +55,7 @@ def attended(model: ModelConfig, context: int, form: str, documents: bool):
     def body(params, x, weight):
         def total(params, x):
             impl, of_all = AttentionImpl(context_form=form), jnp.asarray(document) if documents else None
-            y = attend(params, zigzag_shard(x), model, model.views[0], impl, of_all)
+            y = attend(params, zigzag_shard(x), model, model.views[0], impl, of_all).added_BnD
             return jnp.sum(y * zigzag_shard(weight)), y
 
         grads, y = jax.grad(total, (0, 1), has_aux=True)(params, x)

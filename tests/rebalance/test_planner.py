@@ -1,13 +1,16 @@
 """Hill climbing of experts between ranks, the swaps that get there, and whether they pay."""
 
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 
+from moe_jax.config import Config, MeshConfig, MigrationConfig, OptimizerConfig
+from moe_jax.plan.clusters import find_cluster
 from moe_jax.rebalance.hill_climb import ExpertPlacement, hill_climb_placement
 from moe_jax.rebalance.moves import Move, moves_between, transfer_rounds
-from moe_jax.rebalance.planner import Prices, is_due, load_ratio, num_copied, num_swaps, plan
+from moe_jax.rebalance.planner import Prices, is_due, load_ratio, migration_costs, num_copied, num_swaps, plan
 
 SKEWS = {
     "sorted": 1 / np.sqrt(np.arange(1, 65)),
@@ -189,3 +192,14 @@ def test_copies_that_are_not_needed_are_given_up():
     assert found.pays
     assert num_copied(found.expert_S, 64) == 0
     assert sorted(found.expert_S) == [*range(64), *[64] * 8]
+
+
+def test_an_average_is_sent_but_not_summed():
+    """Sums of an expert's gradients over its copies cost the same with a moving average; moving it costs more."""
+    config = Config(mesh=MeshConfig(expert=8), migration=MigrationConfig(enabled=True, payback_steps=None))
+    averaging = dataclasses.replace(config, optimizer=OptimizerConfig(ema_decay=0.9))
+    without, with_one = (
+        migration_costs(each, find_cluster("h100x8"), arrays * 1e8) for each, arrays in ((config, 3), (averaging, 4))
+    )
+    assert with_one.sum_s == pytest.approx(without.sum_s)
+    assert with_one.send_s > without.send_s

@@ -16,9 +16,11 @@ from moe_jax.config.yaml_io import load_config
 from moe_jax.models.parameters import param_shapes
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import REPLICATED
+from moe_jax.parallel.trees import Params
 from moe_jax.run import setup
 from moe_jax.run.generation import one_device_mesh
 from moe_jax.run.loop import train
+from moe_jax.step.context import State
 from moe_jax.step.expert_placement import params_in_order
 from tests.run.test_resume import SMALL
 from tests.run.whole_runs import compiled_once, config_of
@@ -27,7 +29,7 @@ MOE = {"num_experts": 16, "intermediate_size": 12, "capacity_factor": None, "gat
 TINY = SMALL | {
     "model": SMALL["model"] | {"moe": MOE},
     "mesh": {"cpu_devices": 8, "data": 2, "expert": 4},
-    "optimizer": {"schedule": "constant", "warmup_steps": 2},
+    "optimizer": {"schedule": "constant", "warmup_steps": 2, "ema_decay": 0.5},  # validated is the average
     "train": SMALL["train"] | {"steps": 12, "eval_every": 6},
     "checkpoint": {"every": 6},
     "migration": {"every": 2, "patience": 2, "payback_steps": None},
@@ -53,6 +55,10 @@ def curve(folder: Path) -> list[tuple]:
     names = ("step", "loss", "grad_norm", "validation_loss", "load_balance_loss", "expert_load")
     rows = [tuple(str(record.get(name)) for name in names) for record in records(folder)]
     return [row for row in rows if row[1] != "None" or row[3] != "None"]
+
+
+def average_in_order(state: State, stages: Stages) -> Params:
+    return params_in_order(state | {"params": state["ema"]}, stages)
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +95,7 @@ def test_experts_move_and_the_run_is_the_same(runs):
     assert curve(moved) == curve(plain)
     stages = Stages.of(config_in(moved))
     chex.assert_trees_all_equal(jax.device_get(params_in_order(state, stages)), jax.device_get(expected["params"]))
+    chex.assert_trees_all_equal(jax.device_get(average_in_order(state, stages)), jax.device_get(expected["ema"]))
     looks = [record for record in records(moved) if "rank_load" in record]
     assert [record["step"] for record in looks] == [2, 4, 6, 8, 10, 12]
     moves = [record for record in looks if "migrated_blocks" in record]
@@ -150,6 +157,8 @@ def test_who_loads_parameters_finds_experts_in_their_order(runs):
     shapes = param_shapes(load_config(moved).model)
     on_device = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), shapes)
     chex.assert_trees_all_equal(jax.device_get(load_params(moved, on_device)), jax.device_get(expected["params"]))
+    average = load_params(moved, on_device, average=True)
+    chex.assert_trees_all_equal(jax.device_get(average), jax.device_get(expected["ema"]))
 
 
 def test_what_does_not_pay_is_refused_with_its_figures(runs, tmp_path, capsys):

@@ -21,7 +21,7 @@ from moe_jax.run.loop import train
 from moe_jax.run.restore import restore_latest
 from moe_jax.run.setup import open_run
 from moe_jax.step.expert_placement import first_placement, params_in_order
-from tests.run.test_migrating_run import MOE, ON, TINY, records
+from tests.run.test_migrating_run import MOE, ON, TINY, average_in_order, records
 from tests.run.whole_runs import compiled_once, config_of
 
 SMALL = TINY | {
@@ -62,6 +62,8 @@ def test_a_hot_expert_gets_copies_and_the_run_is_the_same(runs):
     (plain, expected), (copied, state) = runs
     np.testing.assert_allclose([*losses(copied).values()], [*losses(plain).values()], rtol=1e-5)
     chex.assert_trees_all_close(in_order(state, copied), jax.device_get(expected["params"]), rtol=1e-3, atol=1e-4)
+    average = jax.device_get(average_in_order(state, Stages.of(config_in(copied))))
+    chex.assert_trees_all_close(average, jax.device_get(expected["ema"]), rtol=1e-3, atol=1e-4)
     (move,) = (record for record in records(copied) if "migrated_blocks" in record)
     assert move["step"] == 4, "a move needs patience"
     assert move["migration_copies"] == [1], "so many that the busiest rank is below the threshold"

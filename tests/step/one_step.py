@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -88,7 +89,8 @@ def assert_are_near(grads: dict[str, np.ndarray], expected: dict[str, np.ndarray
 def trained(config: Config) -> Step:
     """By the program that a run has."""
     trainer = make_trainer(config, mesh_of(config))
-    state, metrics = run_checked(trainer.step, first_state(config, trainer), batch_of(config))
+    replayed = (None, *record_of(config)) if config.train.replay_routing else ()
+    state, metrics = run_checked(trainer.step, first_state(config, trainer), batch_of(config), *replayed)
     trees = {"params": state["params"], "mu": optax.tree_utils.tree_get(state["optimizer"], "mu")}
     trees, stages = jax.tree.map(jnp.asarray, trees), Stages.of(config)
     if "placement" in state:
@@ -97,9 +99,25 @@ def trained(config: Config) -> Step:
     names = ("loss", "grad_norm", *(["z_loss"] if config.train.z_loss_multiplier else []))
     names += ("mtp_loss",) if config.model.has_mtp else ()
     assert all((name in metrics) == (name in names) for name in ("z_loss", "mtp_loss"))
+    assert ("max_attention_logit" in metrics) == (config.optimizer.qk_clip is not None)
+    names += ("max_attention_logit",) if "max_attention_logit" in metrics else ()
     if config.model.moe.num_experts:
         names += (*LOSSES, "expert_load", "block_dropped_fraction")
     return Step({name: metrics[name] for name in names}, by_path(trees["mu"]), by_path(trees["params"]))
+
+
+def record_of(config: Config, seed: int = 0) -> list[np.ndarray]:
+    """Different random experts [L, G, k] for the choices of each token, of as many groups as the gate takes.
+
+    An empty list if the step replays no record.
+    """
+    if config.train.replay_routing is None:
+        return []
+    moe, rng = config.model.moe, np.random.default_rng(seed)
+    shape = config.model.num_layers, config.train.batch_size * config.data.seq_len
+    group_LGE = rng.random((*shape, moe.n_group)).argsort(axis=-1).repeat(moe.num_experts // moe.n_group, axis=-1)
+    score_LGE = np.where(group_LGE < moe.topk_group, rng.random((*shape, moe.num_experts)), 2.0)
+    return [score_LGE.argsort(axis=-1)[..., : moe.top_k].astype(np.int32)]
 
 
 def batch_of(config: Config) -> np.ndarray:
@@ -160,11 +178,33 @@ def reference(config: Config) -> Step:
     norm = math.sqrt(sum(np.square(leaf).sum() for leaf in grad.values()))
     pairs_M1 = count_ME.sum(axis=1, keepdims=True)
     shares = {"expert_load": count_ME / pairs_M1, "block_dropped_fraction": num_dropped_M / pairs_M1[:, 0]}
-    learned = {
-        path: leaf - RATE * grad[path] / (np.abs(grad[path]) + EPS)
-        for path, leaf in by_path(some_params(config.model)).items()
-    }
-    return Step(mean | shares | {"grad_norm": norm}, grad, learned)
+    learned = jax.tree.map(
+        lambda leaf, *each: leaf - RATE * (own := sum(each) / parts) / (np.abs(own) + EPS),
+        *(some_params(config.model), *grads),
+    )
+    if config.optimizer.qk_clip is not None:
+        largest_LH = np.max([each["largest_LH"] for each in losses], axis=0)
+        shares["max_attention_logit"] = largest_LH.max()
+        learned = clipped(learned, largest_LH, config)
+    return Step(mean | shares | {"grad_norm": norm}, grad, by_path(learned))
+
+
+def clipped(params: Any, largest_LH: np.ndarray, config: Config) -> Any:
+    """The parameters after QK-clip, block by block."""
+    threshold, block, segments = config.optimizer.qk_clip, 0, {}
+    assert threshold is not None
+    assert threshold < largest_LH.max(), "no head is clipped"
+    for number, segment in params["segments"].items():
+        repeats = len(segment[0]["norm"])
+        rows: dict[int, list[Any]] = {place: [] for place in segment}
+        for row, place in itertools.product(range(repeats), segment):
+            own = jax.tree.map(lambda leaf, row=row: leaf[row], segment[place]["attention"])
+            rows[place].append(references.qk_clip(own, largest_LH[block], threshold, config.model))
+            block += 1
+        stacked = {place: jax.tree.map(lambda *each: np.stack(each), *own) for place, own in rows.items()}
+        segments[number] = {place: segment[place] | {"attention": stacked[place]} for place in segment}
+    assert block == len(largest_LH)
+    return params | {"segments": segments}
 
 
 def _of_part(config: Config, sequence_b: np.ndarray) -> tuple[dict[str, Any], Any]:
@@ -176,7 +216,7 @@ def _of_part(config: Config, sequence_b: np.ndarray) -> tuple[dict[str, Any], An
         *(some_params(model), tokens_of(config)[sequence_b], model, _sources(config), buffer),
         *(sizes["tensor"], sizes["context"], (config.train.seed, STEP), sequence_b),
         *(config.train.z_loss_multiplier, *_documents(config, sequence_b)),
-        *(_mtp_weight(config.train), _mtp_share(config)),
+        *(_mtp_weight(config.train), _mtp_share(config), config.optimizer.qk_clip is not None, *record_of(config)),
     )
     return jax.device_get(rest | {"loss": loss}), jax.device_get(grads)
 

@@ -17,22 +17,23 @@ from tests.step.pipeline_settings import ARRAY
 PIECES = "schedule.policy=expert_pipeline schedule.microbatches=8 model.moe.capacity_factor=0.3"  # 3 slots of an expert
 TENSOR_TASKS = "model.num_layers=2 mesh.tensor=2 exchange.tensor_form=sharded_scheduled"
 OTHERS = {
-    "no experts": "model.num_layers=2 model.moe.num_experts=0 train.loss_chunk=5 mesh.data=2 mesh.expert=1",
+    "no experts": "model.num_layers=2 model.moe.num_experts=0 train.loss_chunk=5 mesh.data=2 mesh.expert=1 "
+    "optimizer.qk_clip=1",
     "recomputed chunks": "model.num_layers=4 schedule.virtual_stages=2 schedule.pipeline=interleaved "
-    "schedule.remat=chunk model.moe.first_k_dense_replace=1",
+    "schedule.remat=chunk model.moe.first_k_dense_replace=1 optimizer.qk_clip=1",
     "recomputed chunks, in pairs": "model.num_layers=2 schedule.pipeline=coscheduled schedule.remat=chunk "
     "model.moe.gate=noisy model.moe.top_k=3",
     "z-loss of the logits": "model.num_layers=2 train.loss_chunk=5 train.z_loss_multiplier=0.1 "
     "model.embedding_multiplier=3 model.residual_multiplier=0.5 model.logits_scaling=1.5",
     "documents, in pairs": "model.num_layers=3 schedule.pipeline=coscheduled_split model.moe.first_k_dense_replace=1 "
-    "data.mask_documents=true data.seq_len=24 model.vocab_size=8",
-    "a shorter last stage": "model.num_layers=4 schedule.head_blocks=1",
+    "data.mask_documents=true data.seq_len=24 model.vocab_size=8 optimizer.qk_clip=1",
+    "a shorter last stage": "model.num_layers=4 schedule.head_blocks=1 optimizer.qk_clip=1",
     "context ranks with all experts": "model.num_layers=3 mesh.context=2 exchange.context_form=all_gather",
     "gathers over tensor ranks as tasks, in pairs": f"{TENSOR_TASKS} schedule.pipeline=coscheduled "
     "schedule.weight_grad=greedy schedule.policy=unified schedule.microbatches=2",
     "gathers over tensor ranks as tasks, in recomputed chunks": f"{TENSOR_TASKS} schedule.remat=chunk "
     "model.moe.capacity_factor=null exchange.rank_capacity_factor=null",
-    "sharded parameters": "model.num_layers=2 mesh.data=2 optimizer.zero=3",
+    "sharded parameters": "model.num_layers=2 mesh.data=2 optimizer.zero=3 optimizer.qk_clip=1",
     "empty pieces of slots": f"model.num_layers=2 schedule.pipeline=zero_bubble {PIECES}",
     "empty pieces next to each other": f"model.num_layers=2 schedule.pipeline=coscheduled_split {PIECES}",
 }

@@ -18,7 +18,7 @@ DOCUMENTS = "data.mask_documents=true data.seq_len=24 model.vocab_size=8 model.m
 MTP = "model.num_nextn_predict_layers=1 train.mtp_loss_scaling_factor=0.3"
 OTHERS = {
     "tiles of attention in a loop of blocks": f"{UNIFIED} {TILES} mesh.data=1 mesh.expert=4 model.num_layers=4 "
-    "model.moe.moe_layer_freq=1",
+    "model.moe.moe_layer_freq=1 optimizer.qk_clip=1",
     "tiles, recomputed": f"{UNIFIED} {TILES} mesh.data=1 mesh.expert=2 mesh.tensor=2 schedule.remat=full "
     "model.num_layers=2 model.moe.moe_layer_freq=2",
     "z-loss of chunks of logits": f"{UNIFIED} train.loss_chunk=5 train.z_loss_multiplier=0.1 mesh.data=1 "
@@ -30,21 +30,22 @@ OTHERS = {
     "model.rope_scaling.original_max_position_embeddings=16 model.rope_scaling.short_factor=[1,2] "
     "model.rope_scaling.long_factor=[1.5,30] model.rope_scaling.attention_factor=1.2 "
     "mesh.data=1 mesh.context=2 mesh.tensor=2 model.num_layers=2 "
-    "model.moe.moe_layer_freq=2 train.loss_chunk=5 train.z_loss_multiplier=0.1 schedule.remat=full",
+    "model.moe.moe_layer_freq=2 train.loss_chunk=5 train.z_loss_multiplier=0.1 schedule.remat=full optimizer.qk_clip=1",
     "documents of a batch in parts": f"{DOCUMENTS} exchange.context_form=all_gather mesh.data=1 mesh.context=2 "
     "mesh.expert=2 train.grad_accumulation=2 model.num_layers=2 model.moe.moe_layer_freq=1 "
-    "model.moe.load_balancing_type=sequence",
+    "model.moe.load_balancing_type=sequence optimizer.qk_clip=1",
     "documents and multi-token prediction, in parts": f"{DOCUMENTS} {MTP} mesh.data=1 mesh.context=2 mesh.expert=2 "
     "train.grad_accumulation=2 model.num_layers=2 model.moe.moe_layer_freq=2 train.z_loss_multiplier=0.1",
     "documents and multi-token prediction in a schedule": f"{UNIFIED} {DOCUMENTS} {MTP} mesh.data=2 mesh.expert=2 "
     "model.num_layers=4 model.moe.moe_layer_freq=1 schedule.weight_grad=greedy train.loss_chunk=5 "
-    "train.z_loss_multiplier=0.1 model.tie_word_embeddings=true schedule.grad_reduce=bucketed",
-    "multi-token prediction without experts": f"{UNIFIED} {MTP} mesh.data=4 model.num_layers=2 model.moe.num_experts=0",
+    "train.z_loss_multiplier=0.1 model.tie_word_embeddings=true schedule.grad_reduce=bucketed optimizer.qk_clip=1",
+    "multi-token prediction without experts": f"{UNIFIED} {MTP} mesh.data=4 model.num_layers=2 model.moe.num_experts=0 "
+    "optimizer.qk_clip=1",
     "z-loss of a batch in parts": "train.z_loss_multiplier=0.1 train.grad_accumulation=2 mesh.data=2 mesh.expert=2 "
     "model.num_layers=1 model.moe.moe_layer_freq=1",
     "parameters sharded inside groups of data ranks, in a loop": f"{UNIFIED} schedule.weight_grad=greedy "
     "schedule.grad_reduce=bucketed optimizer.zero=3 optimizer.zero_axes=[expert] mesh.data=2 mesh.expert=2 "
-    "model.num_layers=4 model.moe.moe_layer_freq=1",
+    "model.num_layers=4 model.moe.moe_layer_freq=1 optimizer.qk_clip=1",
     "gradients sharded inside groups of ranks, of a batch in parts": "optimizer.zero=2 optimizer.zero_axes=[tensor] "
     "train.grad_accumulation=2 mesh.data=1 mesh.context=2 mesh.tensor=2 model.num_layers=1 "
     "model.moe.moe_layer_freq=1",

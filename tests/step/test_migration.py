@@ -84,7 +84,7 @@ MOVED = {
     "2 ranks": migrating(small_config(2, 2, **LOOPED)),
     "3 ranks": migrating(small_config(1, 3, num_experts=9, batch_size=6)),
     "4 ranks, cut moments": dataclasses.replace(
-        migrating(small_config(2, 4, batch_size=16, **LOOPED)), optimizer=OptimizerConfig(zero=1)
+        migrating(small_config(2, 4, batch_size=16, **LOOPED)), optimizer=OptimizerConfig(zero=1, ema_decay=0.5)
     ),
     "stages": migrating(small_config(1, 4, pipeline=2, batch_size=16, grad_accumulation=2, **LOOPED)),
     "8 ranks over context": migrating(
@@ -99,7 +99,7 @@ def test_a_move_takes_weights_and_moments_to_their_new_slots(name):
     config = MOVED[name]
     trainer, stages = make_trainer(config, mesh_of(config)), Stages.of(config)
     mover = Mover(config, trainer)
-    shapes = {key: trainer.state_shapes[key] for key in ("params", "optimizer")}
+    shapes = {key: trainer.state_shapes[key] for key in ("params", "optimizer", "ema") if key in trainer.state_shapes}
     rng = np.random.default_rng(0)
     host = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(x.dtype), shapes)
     host = by_expert(jax.tree.map(jnp.asarray, host), first_placement(config.model)["slot_ME"], stages)

@@ -80,10 +80,10 @@ def test_clipping_shrinks_long_gradients_only():
     assert clip_factor(jnp.float32(8), None) == 1
 
 
-def with_groups(*groups):
+def with_groups(*groups, qk_clip=None):
     """The updates of a step without gradients, by path: AdamW's alone is weight decay."""
-    config = Config(optimizer=OptimizerConfig(learning_rate=0.5, warmup_steps=0, schedule="constant", groups=groups))
-    config = dataclasses.replace(small_config(1, 1), optimizer=config.optimizer)
+    settings = {"learning_rate": 0.5, "warmup_steps": 0, "schedule": "constant", "qk_clip": qk_clip}
+    config = dataclasses.replace(small_config(1, 1), optimizer=OptimizerConfig(**settings, groups=groups))
     params = first_params(config.model)
     optimizer = make_optimizer(config, param_dims(config.model))
     zeros = jax.tree.map(jnp.zeros_like, params)
@@ -121,6 +121,15 @@ def test_a_group_without_parameters_is_refused(patterns, message):
     with pytest.raises(ConfigError) as refusal:
         with_groups(*(ParameterGroup(match=pattern) for pattern in patterns))
     assert str(refusal.value).startswith(message)
+
+
+def test_a_group_that_stays_as_it_is_is_not_clipped():
+    refused = (
+        r"^optimizer.qk_clip=5.0 scales .*\[0\].match=attention keeps segments.0.0.attention.key as it is by .*: use"
+    )
+    with pytest.raises(ConfigError, match=refused):
+        with_groups(ParameterGroup(match="attention", learning_rate_factor=0), qk_clip=5.0)
+    assert with_groups(ParameterGroup(match=r"attention\.norm", learning_rate_factor=0), qk_clip=5.0)
 
 
 def test_only_matrices_decay():

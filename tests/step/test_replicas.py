@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.config import Config, ScheduleConfig
+from moe_jax.config import Config, OptimizerConfig, ScheduleConfig
 from moe_jax.config.layer_layout import Stages
 from moe_jax.models.gates.choice import tokens_per_expert
 from moe_jax.models.placement import by_expert, first_experts, map_experts, moe_blocks, slots_of_pairs
@@ -60,7 +60,7 @@ def placed(config: Config, state: dict, expert_MS: np.ndarray) -> dict:
 
 
 def assert_copies_equal(config: Config, state: dict) -> None:
-    """Bit for bit, weights and moments."""
+    """Bit for bit, weights, moments and averages."""
     expert_MS, compared = np.asarray(state["placement"]["expert_MS"]), 0
 
     def compare(group, leaf):
@@ -73,15 +73,19 @@ def assert_copies_equal(config: Config, state: dict) -> None:
                     compared += 1
         return leaf
 
-    map_experts(compare, jax.device_get({name: state[name] for name in ("params", "optimizer")}))
+    map_experts(compare, jax.device_get(parts_of(state)))
     assert compared, "there are no copies"
 
 
+def parts_of(state: dict) -> dict:
+    return {name: state[name] for name in ("params", "optimizer", "ema") if name in state}
+
+
 def in_order(config: Config, state: dict) -> dict:
-    """Parameters and moments, one copy of each expert."""
+    """Parameters, moments and averages, one copy of each expert."""
     host = jax.tree.map(jnp.asarray, jax.device_get(state))
     found = by_expert(host, slots_of(host), Stages.of(config)) if "placement" in state else host
-    return jax.device_get({name: found[name] for name in ("params", "optimizer")})
+    return jax.device_get(parts_of(found))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -126,12 +130,13 @@ def test_copies_take_tokens_in_turn():
 
 
 def test_a_move_makes_copies_and_gives_them_up():
-    """Weights and moments go to free slots one way, by the program that also swaps; and nothing is lost."""
-    config = migrating(CASES["pipeline stages"], replicas=1)
+    """Weights, moments and averages go to free slots one way, by the program that also swaps; and nothing is lost."""
+    averaging = dataclasses.replace(CASES["pipeline stages"], optimizer=OptimizerConfig(ema_decay=0.5))
+    config = migrating(averaging, replicas=1)
     trainer, stages = make_trainer(config, mesh_of(config)), Stages.of(config)
     mover, experts = Mover(config, trainer), config.model.moe.num_experts
     rng = np.random.default_rng(0)
-    plain = make_trainer(CASES["pipeline stages"], mesh_of(config)).state_shapes
+    plain = make_trainer(averaging, mesh_of(config)).state_shapes
     host = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(x.dtype), plain)
     first = np.tile(first_experts(experts, mover.ranks, 1), (len(moe_blocks(stages)), 1))
     state, before = placed(config, host, first), first

@@ -16,7 +16,7 @@ from moe_jax.step.plain import ROUTED
 from moe_jax.step.trainer import make_trainer
 from tests.compiled import run_checked
 from tests.step.gradients import mesh_of
-from tests.step.one_step import batch_of, by_path, config_of_settings, first_state
+from tests.step.one_step import batch_of, by_path, config_of_settings, first_state, record_of
 
 DROPLESS = "model.moe.capacity_factor=null exchange.rank_capacity_factor=null"
 RECORDS = "train.record_routing=record"
@@ -39,13 +39,6 @@ def config_of(words: str) -> Config:
     return config_of_settings(f"{BLOCKS} {DROPLESS} model.moe.aux_loss_coeff=0 {words} train.batch_size=16")
 
 
-def record_of(config: Config, seed: int = 0) -> np.ndarray:
-    """Different random experts for each choice of each token, in all blocks [L, G, k]."""
-    model, tokens = config.model, config.train.batch_size * config.data.seq_len
-    scores = np.random.default_rng(seed).random((model.num_layers, tokens, model.moe.num_experts))
-    return scores.argsort(axis=-1)[..., : model.moe.top_k].astype(np.int32)
-
-
 def step_of(config: Config, *inputs: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Metrics, and gradients by the path of a parameter."""
     trainer = make_trainer(config, mesh_of(config))
@@ -56,14 +49,14 @@ def step_of(config: Config, *inputs: Any) -> tuple[dict[str, Any], dict[str, np.
 @pytest.fixture(scope="module")
 def alone() -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     config = config_of(f"{ALONE} {REPLAYS}")
-    return step_of(config, None, record_of(config))
+    return step_of(config, None, *record_of(config))
 
 
 @pytest.mark.parametrize("words", STEPS.values(), ids=STEPS)
 def test_a_record_gives_the_same_step_on_every_mesh(words: str, alone: Any) -> None:
     config = config_of(f"{words} {REPLAYS}")
     assert config.train.batch_size == 16
-    record = record_of(config)
+    (record,) = record_of(config)
     metrics, grads = step_of(config, None, record)
     np.testing.assert_array_equal(metrics[ROUTED], record[[1, 3]], "the blocks with experts")
     np.testing.assert_array_equal(alone[0][ROUTED], metrics[ROUTED])
@@ -72,7 +65,7 @@ def test_a_record_gives_the_same_step_on_every_mesh(words: str, alone: Any) -> N
     if "migration" not in words:  # experts lie in other places
         for path, grad in grads.items():
             np.testing.assert_allclose(grad, alone[1][path], rtol=2e-4, atol=2e-6, err_msg=path)
-    other, _ = step_of(config, None, record_of(config, seed=1))
+    other, _ = step_of(config, None, *record_of(config, seed=1))
     assert other["loss"] != pytest.approx(metrics["loss"], rel=1e-4), "the record matters"
 
 
@@ -83,9 +76,10 @@ def test_a_recorded_step_is_the_step_and_its_replay_too() -> None:
     recorded, _ = step_of(recording)
     assert ROUTED not in plain
     assert recorded["loss"] == pytest.approx(plain["loss"], rel=1e-5)
-    replayed_LGk = np.zeros_like(record_of(recording))
+    replaying = config_of(f"{ALONE} {REPLAYS}")
+    replayed_LGk = np.zeros_like(record_of(replaying)[0])
     replayed_LGk[[1, 3]] = recorded[ROUTED]
-    again, same = step_of(config_of(f"{ALONE} {REPLAYS}"), None, replayed_LGk)
+    again, same = step_of(replaying, None, replayed_LGk)
     np.testing.assert_array_equal(again[ROUTED], recorded[ROUTED])
     assert again["loss"] == pytest.approx(plain["loss"], rel=1e-5)
     for path, grad in same.items():

@@ -47,6 +47,9 @@ class OptimizerConfig(HashedOnce):
     # of each parameter the first one that matches, see docs/optimizers.md
     groups: tuple[ParameterGroup, ...] = ()
     clip_norm: float | None = number(1.0, Range(0, FINITE, above=True))  # null: no clipping
+    # QK-clip: after each update the query and key weights of an attention head whose largest logit was above this are
+    # scaled to bring it back, see docs/optimizers.md; null: they are not
+    qk_clip: float | None = number(None, Range(0, FINITE, above=True))
     # of the moving average of parameters that validation uses, average = d · average + (1 - d) · parameters after each
     # step; null: there is none
     ema_decay: float | None = number(None, Range(0, 1, below=True))

@@ -18,7 +18,7 @@ from moe_jax.config.validate.mesh import (
 )
 from moe_jax.config.validate.migration import check_migration
 from moe_jax.config.validate.model import check_model, check_mtp
-from moe_jax.config.validate.optimizer import check_optimizer, check_sharding_axes
+from moe_jax.config.validate.optimizer import check_optimizer, check_qk_clip, check_sharding_axes
 from moe_jax.config.validate.pipeline import check_pipeline
 from moe_jax.config.validate.plugins import check_parts
 from moe_jax.config.validate.ranges import check_ranges, setting
@@ -56,6 +56,7 @@ def check_config(config: Sections) -> None:
     check_exchange(config)
     check_optimizer(config.optimizer, config.train.steps)
     check_sharding_axes(config.optimizer, config.mesh.sizes)
+    check_qk_clip(config.optimizer, config.model)
     check_data(config.data)
     check_training(config)
     check_mtp(config)

@@ -15,11 +15,6 @@ def check_migration(config: Sections) -> None:
             "migration.enabled=true, and with model.moe.num_experts=0 there are no experts: "
             "set model.moe.num_experts, or migration.enabled=false"
         )
-    if config.optimizer.ema_decay is not None:
-        raise ConfigError(
-            f"migration.enabled=true with optimizer.ema_decay={config.optimizer.ema_decay}, whose average of experts "
-            "does not move: use optimizer.ema_decay=null, or migration.enabled=false"
-        )
     if moe.gate_facts.fills_slots:
         raise ConfigError(
             f"migration.enabled=true, and model.moe.gate={moe.gate} loads all experts alike: "

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from moe_jax.config.ranges import check_number
 from moe_jax.config.registry import OPTIMIZER_FACTS
-from moe_jax.config.sections import TOKEN_AXES, OptimizerConfig, ParameterGroup
+from moe_jax.config.sections import TOKEN_AXES, ModelConfig, OptimizerConfig, ParameterGroup
 from moe_jax.config.validate.ranges import RANGES
 from moe_jax.errors import ConfigError, all_of
 
@@ -80,6 +80,24 @@ def check_sharding_axes(settings: OptimizerConfig, sizes: Mapping[str, int]) -> 
             f"optimizer.zero_axes=[{', '.join(axes)}] shards over nothing, since this mesh has one rank along "
             f"{'it' if len(axes) == 1 else 'each'}: use optimizer.zero_axes=[{', '.join(larger)}], or null for all axes"
         )
+
+
+def check_qk_clip(settings: OptimizerConfig, model: ModelConfig) -> None:
+    """Raise ConfigError if a model's attention has no logits that weights of queries and keys bound."""
+    if settings.qk_clip is None:
+        return
+    normed, recurrent = "whose norms make logits independent of the size of these weights", "which has no logits"
+    for is_set, name, reason in (
+        (model.qk_norm, "qk_norm=true", normed),
+        (model.qk_l2_norm, "qk_l2_norm=true", normed),
+        (model.has_delta_nets, f"delta_net.num_value_heads={model.delta_net.num_value_heads}", recurrent),
+        (model.has_mamba, f"mamba.num_heads={model.mamba.num_heads}", recurrent),
+    ):
+        if is_set:
+            raise ConfigError(
+                f"optimizer.qk_clip={settings.qk_clip} scales weights of queries and keys, and the model has "
+                f"model.{name}, {reason}: use optimizer.qk_clip=null"
+            )
 
 
 def _check_group(name: str, group: ParameterGroup) -> None:

@@ -24,8 +24,9 @@ from moe_jax.parallel.sequence_shards import tp_reduce_scatter
 class AttentionKind(NamedTuple):
     """The functions of one kind of attention."""
 
-    # params, normed tokens [B, n, D], model, view, impl, documents [B, L] or None → output of each head [B, N, H, V]
-    heads: Callable[..., jax.Array]
+    # params, normed tokens [B, n, D], model, view, impl, documents [B, L] or None → output of each head [B, N, H, V],
+    # and its largest logit [H], or None if `impl` does not ask for it
+    heads: Callable[..., tuple[jax.Array, jax.Array | None]]
     first_cache: Callable[..., Any]  # model, batch, length, dtype → an empty cache
     # params, further normed tokens [B, N, D], cache, positions of the first ones [B], how many of them later tokens see
     # [B], model, view → outputs for them [B, N, H, V], and the updated cache
@@ -47,6 +48,13 @@ def kind_of(model: ModelConfig, view: AttentionView) -> AttentionKind:
     return _LATENT if model.has_latents else _GROUPED
 
 
+class Attended(NamedTuple):
+    """The results of attention."""
+
+    added_BnD: Float[Array, "B n D"]  # to the residual stream
+    max_logit_H: Float[Array, " H"] | None  # of the heads of this tensor rank, over the queries of this rank; or None
+
+
 @jax.named_scope("attend")
 def attend(
     params: Any,
@@ -55,7 +63,7 @@ def attend(
     view: AttentionView,
     impl: AttentionImpl,
     document_BL: Int[Array, "B L"] | None = None,
-) -> Float[Array, "B n D"]:
+) -> Attended:
     """Return what attention adds to the residual stream, including its pre-norm. Runs inside `shard_map`.
 
     Tokens attend to tokens of their own document, by the numbers in `document_BL`, which has all tokens of the
@@ -66,9 +74,9 @@ def attend(
     h_BnD = block_norm(params, x_BnD, model)
     if view.chunk is not None:  # each is a document by itself
         document_BL = _in_chunks(document_BL, view.chunk, len(x_BnD), x_BnD.shape[1] * jax.lax.axis_size(Axis.TENSOR))
-    out_BNHV = kind_of(model, view).heads(params, h_BnD, model, view, impl, document_BL)
+    out_BNHV, max_logit_H = kind_of(model, view).heads(params, h_BnD, model, view, impl, document_BL)
     y_BnD = tp_reduce_scatter(_project_output(params, out_BNHV), 1)
-    return _residual(params, y_BnD, model)
+    return Attended(_residual(params, y_BnD, model), max_logit_H)
 
 
 def _in_chunks(document_BL: Int[Array, "B L"] | None, chunk: int, batch: int, own: int) -> Int[Array, "B L"] | None:

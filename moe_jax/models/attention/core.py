@@ -19,6 +19,8 @@ class AttentionImpl(NamedTuple):
 
     kernel: str = "xla"  # where one rank has all tokens of a sequence, see `kernels`
     context_form: str = "ring"  # over several context ranks, see `over_context`
+    max_logits: bool = False  # whether the largest logit of each head is computed, too, see `max_logits`
+    platform: str = "cpu"  # of the devices: cpu, gpu or tpu
 
 
 def causal_mask(query_N: Int[Array, " N"], key_S: Int[Array, " S"], window: int | None) -> Bool[Array, "N S"]:

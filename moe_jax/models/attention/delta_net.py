@@ -49,8 +49,8 @@ def heads(
     view: AttentionView,
     impl: AttentionImpl,
     document_BL: Int[Array, "B N"] | None = None,
-) -> Float[Array, "B N H V"]:
-    """Return the output of each value head.
+) -> tuple[Float[Array, "B N H V"], None]:
+    """Return the output of each value head, and None, since there are no logits.
 
     `document_BL` has the numbers of the documents of all tokens; None: all are of one. The backward pass computes all
     but the projections again: they are the smallest part of what it needs.
@@ -67,7 +67,7 @@ def heads(
         return _gated(weights, out_BNGJV, projected.gate_BNGF, model)
 
     with jax.named_scope("delta_net"):
-        return outputs({name: params[name] for name in _WEIGHTS}, projected)
+        return outputs({name: params[name] for name in _WEIGHTS}, projected), None
 
 
 def first_cache(model: ModelConfig, batch: int, length: int, dtype: Any) -> Cache:

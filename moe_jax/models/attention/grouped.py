@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.config import AttentionConfig, AttentionView, ModelConfig
 from moe_jax.models.attention.core import AttentionImpl, masked_attention, update_slots, visible_slots
 from moe_jax.models.attention.kernels import KERNELS
+from moe_jax.models.attention.max_logits import with_max_logits
 from moe_jax.models.attention.over_context import FORMS
 from moe_jax.models.layers import norm, norm_weight, rms_norm
 from moe_jax.models.rope import logit_scale, rotate
@@ -30,8 +31,8 @@ def heads(
     view: AttentionView,
     impl: AttentionImpl,
     document_BL: Int[Array, "B L"] | None = None,
-) -> Float[Array, "B N H K"]:
-    """Return the output of each head.
+) -> tuple[Float[Array, "B N H K"], Float[Array, " H"] | None]:
+    """Return the output of each head, and its largest logit if `impl` asks for it.
 
     `document_BL` has the numbers of the documents of all tokens; None: all are of one.
     """
@@ -46,7 +47,8 @@ def heads(
             out = form(query, (key, value), (), params.get("sink"), document_BL, None, view.window, scale)
         else:
             out = KERNELS[impl.kernel](query, key, value, view.window, scale, params.get("sink"), document_BL)
-    return _gated(params, h_BND, out)
+    out, largest = with_max_logits(out, query, key, lambda key: key, document_BL, view.window, scale, impl)
+    return _gated(params, h_BND, out), largest
 
 
 def first_cache(model: ModelConfig, batch: int, length: int, dtype: Any) -> Cache:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.config import AttentionView, ModelConfig
 from moe_jax.models.attention.core import AttentionImpl, masked_attention, update_slots, visible_slots
 from moe_jax.models.attention.kernels import KERNELS
+from moe_jax.models.attention.max_logits import with_max_logits
 from moe_jax.models.attention.over_context import FORMS
 from moe_jax.models.layers import matmul, norm_weight, rms_norm
 from moe_jax.models.rope import logit_scale, rotate
@@ -31,8 +32,8 @@ def heads(
     view: AttentionView,
     impl: AttentionImpl,
     document_BL: Int[Array, "B L"] | None = None,
-) -> Float[Array, "B N H V"]:
-    """Return the output of each head.
+) -> tuple[Float[Array, "B N H V"], Float[Array, " H"] | None]:
+    """Return the output of each head, and its largest logit if `impl` asks for it.
 
     `document_BL` has the numbers of the documents of all tokens; None: all are of one.
     """
@@ -50,9 +51,15 @@ def heads(
     with jax.named_scope("attention"):
         if context_ranks() > 1:  # exchange the latents, which are narrower than keys and values
             form = FORMS[impl.context_form]
-            return form(query, latents, weights, sink, document_BL, _keys_and_values, view.window, scale)
-        key, value = _keys_and_values(weights, latents)
-        return KERNELS[impl.kernel](query, key, value, view.window, scale, sink, document_BL)
+            out = form(query, latents, weights, sink, document_BL, _keys_and_values, view.window, scale)
+        else:
+            key, value = _keys_and_values(weights, latents)
+            out = KERNELS[impl.kernel](query, key, value, view.window, scale, sink, document_BL)
+
+    def keys_of(latents: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return _keys_and_values(weights, latents)[0]
+
+    return with_max_logits(out, query, latents, keys_of, document_BL, view.window, scale, impl)
 
 
 def first_cache(model: ModelConfig, batch: int, length: int, dtype: Any) -> Cache:

@@ -51,8 +51,8 @@ def heads(
     view: AttentionView,
     impl: AttentionImpl,
     document_BL: Int[Array, "B N"] | None = None,
-) -> Float[Array, "B N H V"]:
-    """Return the output of each head.
+) -> tuple[Float[Array, "B N H V"], None]:
+    """Return the output of each head, and None, since there are no logits.
 
     `document_BL` has the numbers of the documents of all tokens; None: all are of one. The backward pass computes all
     but the projections again.
@@ -69,7 +69,7 @@ def heads(
         return _gated(weights, out_BNGJV, value, projected.gate_BNHV, model)
 
     with jax.named_scope("mamba"):
-        return outputs({name: params[name] for name in _WEIGHTS}, projected)
+        return outputs({name: params[name] for name in _WEIGHTS}, projected), None
 
 
 def first_cache(model: ModelConfig, batch: int, length: int, dtype: Any) -> Cache:

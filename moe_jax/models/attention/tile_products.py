@@ -95,6 +95,29 @@ def accumulate(sums: SoftmaxSums, inputs: TileInputs) -> SoftmaxSums:
     return jax.lax.scan(add, sums, inputs.pairs_P2)[0]
 
 
+def no_logits(query_BnGJK: jax.Array) -> Float[Array, "G J"]:
+    """Return the largest logit of each head over no keys: less than any logit."""
+    return jnp.full(query_BnGJK.shape[2:4], _MASKED, jnp.float32)
+
+
+def with_largest(largest_GJ: Float[Array, "G J"], inputs: TileInputs) -> Float[Array, "G J"]:
+    """Return the largest logit of each head, over these keys and the logits so far.
+
+    Queries whose document has a negative number, which are padding, do not count.
+    """
+
+    def larger(largest_GJ: jax.Array, pair_2: jax.Array) -> tuple[jax.Array, None]:
+        start_t, start_s = inputs.tile * pair_2
+        query, key, _ = _tiles(inputs, start_t, start_s)
+        logit = _logits(inputs, query, key, start_t, start_s)
+        if inputs.documents is not None:
+            document_Bt = _tile(inputs.documents[0], start_t, inputs.tile, 1)
+            logit = jnp.where((document_Bt >= 0)[:, None, None, :, None], logit, _MASKED)
+        return jnp.maximum(largest_GJ, logit.max(axis=(0, 3, 4))), None
+
+    return jax.lax.scan(larger, largest_GJ, inputs.pairs_P2)[0]
+
+
 def outputs(sums: SoftmaxSums, dtype: DTypeLike) -> tuple[Float[Array, "B n H V"], Float[Array, "B G J n"]]:
     """Return the outputs of the heads, and the log-sum-exp of the logits."""
     value_BnGJV = sums.value_BnGJV / jnp.moveaxis(sums.total_BGJn, 3, 1)[..., None]

@@ -58,6 +58,7 @@ class HeadGradients(NamedTuple):
     grads: Tree  # of the parameters that all stages have
     mtp: list[Tree]  # of the block of multi-token prediction, if there is one
     mtp_parts: ObjectiveParts | None  # terms of the objective from its router; None without experts
+    mtp_max_logit_lH: jax.Array | None = None  # the largest logits of its attention, if they are asked for: one row
 
 
 def head_gradients(dims: StepDims, params: Tree, x_bND: jax.Array, tokens: LocalTokens) -> HeadGradients:
@@ -97,7 +98,8 @@ def head_gradients_with_mtp(
     parts, stats = None, sums.stats()
     if stats is not None:
         parts = parts_of(no_loss(tasks.loss_form), stats, sums.count_ME, dims.routed_tokens, model.moe)
-    return HeadGradients(tasks.losses, _joined(dims, tasks.dx), grads, [sums.own(1)], parts)
+    max_logit_lH = tasks.max_logit_LH()
+    return HeadGradients(tasks.losses, _joined(dims, tasks.dx), grads, [sums.own(1)], parts, max_logit_lH)
 
 
 def _run_head(dims: StepDims, tasks: Tasks) -> None:

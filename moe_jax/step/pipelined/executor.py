@@ -28,7 +28,7 @@ from moe_jax.parallel.pipeline import (
 )
 from moe_jax.parallel.trees import Grads, Params
 from moe_jax.step.context import StepContext, StepInputs
-from moe_jax.step.losses import ObjectiveParts
+from moe_jax.step.losses import ObjectiveParts, with_max_logits
 from moe_jax.step.pipelined.buffers import SlotBuffers, get, put, with_own_layout
 from moe_jax.step.pipelined.build import PipelinedPlan
 from moe_jax.step.pipelined.embed_and_head import (
@@ -109,6 +109,9 @@ class PipelineStage:
                 z_loss=head.z_loss,
                 source_loss_S=head.source_loss_S,
                 mtp_loss=head.mtp_loss,
+                max_logit_ALH=jnp.zeros((self.plan.table.microbatches, model.num_blocks, self._top.dims.own_heads))
+                if self.compute.attention.max_logits
+                else None,
             ),
         )
 
@@ -255,6 +258,8 @@ class PipelineStage:
         state = self._add_loss(state, done.loss)
         if done.mtp_parts is not None:
             state = self._add_parts(state, done.mtp_parts, jnp.asarray(self.plan.mtp_rows))
+        if done.mtp_max_logit_lH is not None:
+            state = self._add_max_logits(state, work, done.mtp_max_logit_lH, self._model.num_layers)
         grads = state.grads | {name: state.grads[name] + grad for name, grad in done.grads.items()}
         grads = add_gradients(grads, self.plan, self.plan.stages.mtp, work.chunk, done.mtp)
         return state._replace(gradients=put(state.gradients, done.dx_bND, work.received), grads=grads)
@@ -346,6 +351,8 @@ class PipelineStage:
     def _with_forward(self, state: State, work: TickPass, number: int, done: ForwardResult, save: bool = True) -> State:
         if done.parts is not None:
             state = self._add_parts(state, done.parts, jnp.asarray(self.plan.moe_rows(number))[stage(), work.chunk])
+        if done.max_logit_lH is not None:
+            state = self._add_max_logits(state, work, done.max_logit_lH, self.inputs.blocks_below(work))
         if save:
             with jax.named_scope("keep_forward"):
                 state = state._replace(saved=self.saved.write(state.saved, number, work.saved, done.residuals))
@@ -353,12 +360,17 @@ class PipelineStage:
 
     def _add_parts(self, state: State, own: ObjectiveParts, rows_m: jax.Array) -> State:
         """Add terms of the objective; `rows_m` are the indices of their blocks among the model's with experts."""
-        so_far = state.parts
+        so_far = state.parts._replace(max_logit_ALH=None)
         own = own._replace(
             count_ME=jnp.zeros_like(so_far.count_ME).at[rows_m].set(own.count_ME),
             num_dropped_M=jnp.zeros_like(so_far.num_dropped_M).at[rows_m].set(own.num_dropped_M),
         )
-        return state._replace(parts=jax.tree.map(jnp.add, so_far, own))
+        total: ObjectiveParts = jax.tree.map(jnp.add, so_far, own)
+        return state._replace(parts=total._replace(max_logit_ALH=state.parts.max_logit_ALH))
+
+    def _add_max_logits(self, state: State, work: TickPass, max_logit_lH: jax.Array, below: int | jax.Array) -> State:
+        microbatches = self.plan.table.microbatches
+        return state._replace(parts=with_max_logits(state.parts, max_logit_lH, work.microbatch, microbatches, below))
 
     def _add_loss(self, state: State, loss: LossTerms) -> State:
         so_far = LossTerms(*(getattr(state.parts, name) for name in LossTerms._fields))

@@ -31,6 +31,8 @@ from moe_jax.step.scheduled.scan_residuals import BlockConsts, ScanBody
 from moe_jax.step.scheduled.split_vjp import Pullback
 from moe_jax.step.scheduled.step_dims import StepDims
 
+_Results = tuple[ObjectiveParts | None, jax.Array | None]  # see `ForwardResult`
+
 
 class _ChunkResiduals(NamedTuple):
     """What the backward pass needs from the forward pass."""
@@ -46,6 +48,7 @@ class ForwardResult(NamedTuple):
 
     x_bND: jax.Array  # the residual stream after the chunk
     parts: ObjectiveParts | None  # terms of the objective; None without experts
+    max_logit_lH: jax.Array | None  # the largest attention logits of the chunk's l blocks, if they are asked for
     residuals: list[jax.Array]  # for the backward pass
 
 
@@ -96,7 +99,8 @@ class ModelChunk:
 
     def forward(self, x_bND: jax.Array, consts: BlockConsts) -> ForwardResult:
         """Run the forward pass."""
-        return ForwardResult(*self._forward_body(x_bND, consts))
+        x_bND, (parts, max_logit_lH), residuals = self._forward_body(x_bND, consts)
+        return ForwardResult(x_bND, parts, max_logit_lH, residuals)
 
     def output(self, consts: BlockConsts, residuals: Sequence[jax.Array]) -> jax.Array:
         """Return the residual stream after the chunk, from the residuals."""
@@ -129,8 +133,8 @@ class ModelChunk:
         sides = {"F": (fwd, self._sums(fwd)), "B": (bwd, self._sums(bwd))}
         for side, action in self._orders.together:
             run([action], *sides[side])
-        x_bND, parts, saved = self._end_forward(*sides["F"])
-        forward = ForwardResult(x_bND, parts, self._forward_body.stacked_of(saved))
+        x_bND, (parts, max_logit_lH), saved = self._end_forward(*sides["F"])
+        forward = ForwardResult(x_bND, parts, max_logit_lH, self._forward_body.stacked_of(saved))
         if not self._orders.weight:
             return forward, Backward(self._joined(bwd.dx), self._gradients(bwd))
         return forward, self._left(self._joined(bwd.dx), self._backward_body.stacked_of(_waiting(bwd)))
@@ -161,9 +165,7 @@ class ModelChunk:
         run(self._orders.weight, tasks, self._sums(tasks))
         return self._gradients(tasks)
 
-    def _run_forward(
-        self, x_bND: jax.Array, consts: BlockConsts
-    ) -> tuple[jax.Array, ObjectiveParts | None, _ChunkResiduals]:
+    def _run_forward(self, x_bND: jax.Array, consts: BlockConsts) -> tuple[jax.Array, _Results, _ChunkResiduals]:
         tasks = self._start_forward(x_bND, consts)
         sums = self._sums(tasks)
         run(self._orders.forward, tasks, sums)
@@ -188,9 +190,7 @@ class ModelChunk:
         tasks.x = dict(enumerate(jnp.split(x_bND, len(self._microbatches))))
         return tasks
 
-    def _end_forward(
-        self, tasks: Tasks, sums: GradientReducer
-    ) -> tuple[jax.Array, ObjectiveParts | None, _ChunkResiduals]:
+    def _end_forward(self, tasks: Tasks, sums: GradientReducer) -> tuple[jax.Array, _Results, _ChunkResiduals]:
         for r in self._microbatches:
             tasks.add_combine_to_residual(r, self._num_blocks)
         self._widths = tasks.widths
@@ -202,7 +202,7 @@ class ModelChunk:
         saved = _ChunkResiduals(
             tasks.pullbacks.stored, tasks.lane_overflow.overflows, sums.share_ME if self._moe else None, x_bND
         )
-        return x_bND, parts, saved
+        return x_bND, (parts, tasks.max_logit_LH()), saved
 
     def _start_backward(self, dx_bND: jax.Array, consts: BlockConsts, residuals: Sequence[jax.Array]) -> Tasks:
         saved: _ChunkResiduals = self._forward_body.rebuild(consts, residuals)

@@ -58,10 +58,13 @@ class StageInputs:
 
     def consts(self, number: int, work: TickPass) -> BlockConsts:
         """Return the constants of a pass over the blocks of a chunk with structure `number`."""
-        plan = self._plan
-        below = jnp.asarray(plan.stages.first_block)[work.chunk * plan.table.stages + stage()]
+        plan, below = self._plan, self.blocks_below(work)
         rows_m = jnp.asarray(plan.moe_rows(number))[stage(), work.chunk]
         return self._consts(plan.structures[number], work, below, rows_m)
+
+    def blocks_below(self, work: TickPass) -> jax.Array:
+        """Return the number of the model's blocks below the chunk of a pass."""
+        return jnp.asarray(self._plan.stages.first_block)[work.chunk * self._plan.table.stages + stage()]
 
     def mtp(self, work: TickPass) -> MTPBlock | None:
         """Return the block of multi-token prediction for a pass of the head; None without it, and in evaluation."""

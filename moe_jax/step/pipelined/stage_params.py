@@ -24,13 +24,13 @@ def weights_of(params: Tree, plan: PipelinedPlan, blocks: Sequence[GroupBlock], 
 def zero_gradients(params: Tree, plan: PipelinedPlan) -> Tree:
     """Return zeros for sums of gradients, like the parameters. Each row of blocks has separate arrays [chunks, …]."""
 
-    def rows(leaf: jax.Array, count: int) -> list[jax.Array]:
-        shape = (plan.table.chunks, *leaf.shape[1:])
-        return [jnp.zeros(shape, jnp.float32) for _ in range(count)]
+    def rows(leaf: jax.Array, segment: int) -> list[jax.Array]:
+        shape = (plan.stages.chunks_with(segment), *leaf.shape[1:])
+        return [jnp.zeros(shape, jnp.float32) for _ in range(plan.stages.rows[segment])]
 
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params | {"segments": {}})
-    counts = zip(params["segments"].items(), plan.stages.rows, strict=True)
-    apart = {number: jax.tree.map(lambda leaf, n=count: rows(leaf, n), tree) for (number, tree), count in counts}
+    of_segments = params["segments"].items()
+    apart = {number: jax.tree.map(lambda leaf, n=number: rows(leaf, n), tree) for number, tree in of_segments}
     return zeros | {"segments": apart}
 
 
@@ -39,11 +39,12 @@ def add_gradients(
 ) -> Tree:
     """Return the sums with the gradients of these blocks of a model chunk added."""
     segments = {segment: dict(places) for segment, places in sums["segments"].items()}
-    place = 0 if plan.table.chunks == 1 else chunk
-
     for block, member in enumerate(blocks):
+        place = 0 if plan.stages.chunks_with(member.segment) == 1 else chunk
 
-        def with_row(grad: jax.Array, rows: list[jax.Array], row: int = member.row) -> list[jax.Array]:
+        def with_row(
+            grad: jax.Array, rows: list[jax.Array], row: int = member.row, place: jax.Array | int = place
+        ) -> list[jax.Array]:
             total = put(rows[row], get(rows[row], place) + grad, place)
             return [*rows[:row], total, *rows[row + 1 :]]
 
@@ -62,6 +63,6 @@ def stack_gradients(sums: Tree) -> Tree:
 
 
 def _row(plan: PipelinedPlan, member: GroupBlock, chunk: jax.Array) -> jax.Array | int:
-    if plan.table.chunks == 1:
+    if plan.stages.chunks_with(member.segment) == 1:
         return member.row
     return chunk * plan.stages.rows[member.segment] + member.row

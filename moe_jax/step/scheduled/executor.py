@@ -85,6 +85,7 @@ class Tasks:
         self.widths: list[int] = []  # rows of each piece of a microbatch
         self.pullbacks = Pullbacks(dims, consts.blocks, regathers)
         self.stats: dict[tuple[int, int], RouterStats] = {}  # by block and microbatch
+        self.max_logits: dict[int, jax.Array] = {}  # by block [1, H]; of all blocks of a scan [L, H] by its first one
         self.share: Callable[[int], jax.Array]  # block → each expert's share of the block's (token, choice) pairs
         self.loss_form = LossForm.of(dims.config)
         self.losses = no_loss(self.loss_form)  # of the head
@@ -132,7 +133,8 @@ class Tasks:
             document = self.documents[r]
             if dims.shape.kinds[block] == "dense":
                 run = partial(dense_block, model=model, view=view, impl=dims.compute.attention, document_BL=document)
-                self.x[r] = self._attended(block, r, run)
+                self.x[r], max_logit_H = self._attended(block, r, run)
+                self._add_max_logits(block, max_logit_H)
                 self.order.record_compute(self.x[r])
                 continue
             inputs = None if self.router_inputs is None else self.router_inputs[r].above(block)
@@ -140,10 +142,19 @@ class Tasks:
             route = partial(attend_and_route, model=model, view=view, compute=dims.compute, document_BL=document)
             routed: Routed = self._attended(block, r, partial(route, context=context, ragged=dims.ragged))
             self.x[r], self.metadata[r], self.stats[block, r] = routed.x_BND, routed.metadata, routed.stats
+            self._add_max_logits(block, routed.max_logit_H)
             self.order.record_compute(routed.sent.rows)
             pieces = dims.pieces_of_microbatch(r)
             split = dims.dispatcher.split(routed.sent, len(pieces)) if len(pieces) > 1 else [routed.sent]
             self.flow.update(zip(pieces, split, strict=True))
+
+    def _add_max_logits(self, block: int, max_logit_H: jax.Array | None) -> None:
+        if max_logit_H is not None:
+            self.max_logits[block] = jnp.maximum(self.max_logits.get(block, -jnp.inf), max_logit_H[None])
+
+    def max_logit_LH(self) -> jax.Array | None:
+        """Return the largest attention logits of each block that has run, over microbatches; None: not asked for."""
+        return jnp.concatenate([rows for _, rows in sorted(self.max_logits.items())]) if self.max_logits else None
 
     def _attended(self, block: int, r: int, run: Callable[..., Any]) -> Any:
         """Run attention and what follows it on a microbatch's residual stream."""
@@ -266,6 +277,7 @@ class Tasks:
                 if self.awaits_rows:
                     cotangents = [depend_on(cotangents[0], drows, dims.compute.platform)]
                 cotangents += [drows, *self._no_cotangents(r), *self.dmetadata.pop(r), *self._router_cotangents(block)]
+            cotangents += [jnp.zeros(dims.own_heads)] if dims.compute.attention.max_logits else []
             self.dx[r], *of_next = self.pullbacks.pull(("attend", block, r), cotangents)
             if of_next:
                 self.dx[r], (self.d_mtp_embedding[r],) = self.dx[r] + self.d_decoded.pop(r), of_next

@@ -18,7 +18,7 @@ from moe_jax.parallel.ordering import depend_on_all
 from moe_jax.parallel.trees import OF_HEAD, Grads, Params, Tree
 from moe_jax.schedule.actions import NO_BLOCK
 from moe_jax.step.context import StepContext, StepInputs
-from moe_jax.step.losses import ObjectiveParts, parts_of
+from moe_jax.step.losses import ObjectiveParts, parts_of, with_max_logits
 from moe_jax.step.plain import accumulate
 from moe_jax.step.scheduled.build import ScheduledPlan, owned, places, scanned_blocks
 from moe_jax.step.scheduled.executor import Tasks
@@ -98,7 +98,7 @@ def _gradients_of_part(
     )
     if scanned is None:
         run(issued, tasks, sums)
-        return _gathered(sums.total, model, {}), _parts(sums, context)
+        return _gathered(sums.total, model, {}), _parts(sums, inputs, context)
     number, _ = scanned_blocks(context.config)
     stacked = Stacked(
         params["segments"][number],
@@ -120,7 +120,7 @@ def _gradients_of_part(
     for block in range(scanned.blocks.last, model.num_blocks):
         if places(model)[block][0] == number:
             loops.gradients.put_sum(0, block, sums.total(block + 1))
-    return _gathered(sums.total, model, {number: loops.gradients.tree()}), _parts(sums, context)
+    return _gathered(sums.total, model, {number: loops.gradients.tree()}), _parts(sums, inputs, context)
 
 
 def _gathering(params: Params, context: StepContext, whole: dict[Any, Tree]) -> ParamGathering:
@@ -164,6 +164,7 @@ def _gathered(total: Callable[[int], Tree], model: ModelConfig, stacked: dict[in
     return {"embedding": total(0), "segments": trees, **total(model.num_blocks + 1)}
 
 
-def _parts(sums: GradientReducer, context: StepContext) -> ObjectiveParts:
-    stats, tokens = sums.stats(), sums.tasks.dims.routed_tokens
-    return parts_of(sums.tasks.losses, stats, sums.count_ME, tokens, context.config.model.moe)
+def _parts(sums: GradientReducer, inputs: StepInputs, context: StepContext) -> ObjectiveParts:
+    tasks = sums.tasks
+    parts = parts_of(tasks.losses, sums.stats(), sums.count_ME, tasks.dims.routed_tokens, context.config.model.moe)
+    return with_max_logits(parts, tasks.max_logit_LH(), inputs.batch_part.part, inputs.batch_part.parts)

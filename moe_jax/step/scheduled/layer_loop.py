@@ -129,7 +129,7 @@ class LayerScan:
             self.tasks.widths = tasks.widths
             of_block = ([tasks.stats[block, r] for r in self.microbatches] for block in self.moe)
             stats = [jax.tree.map(lambda *parts: sum(parts), *parts) for parts in of_block]
-            results = stats, tasks.order.end_of_iteration(), self._gathered(tasks, 1)
+            results = (stats, tasks.max_logit_LH()), tasks.order.end_of_iteration(), self._gathered(tasks, 1)
             return (
                 [tasks.x[r] for r in self.microbatches],
                 results,
@@ -143,13 +143,15 @@ class LayerScan:
 
         def step(carry: _Forward, number: jax.Array) -> tuple[_Forward, Tree]:
             x, whole = carry
-            x, (stats, end, whole), residuals = self.body(x, self._consts(number, whole, 1))
-            return (x, whole), (stats, end, residuals)
+            x, (of_blocks, end, whole), residuals = self.body(x, self._consts(number, whole, 1))
+            return (x, whole), (of_blocks, end, residuals)
 
         numbers = self.tasks.order.into_loop(jnp.arange(self.scan_blocks.count))
-        (x, whole), (stats, ends, self.residuals) = jax.lax.scan(step, (x, whole), numbers)
+        (x, whole), ((stats, max_logits), ends, self.residuals) = jax.lax.scan(step, (x, whole), numbers)
         self.tasks.order.out_of_loop(ends)
         self.tasks.x = dict(zip(self.microbatches, x, strict=True))
+        if max_logits is not None:
+            self.tasks.max_logits[self.scan_blocks.first] = max_logits.reshape(-1, max_logits.shape[-1])
         if self.moe:
             in_order = jax.tree.map(lambda *blocks: jnp.stack(blocks, axis=1), *stats)
             self.sums.loop_stats[self.scan_blocks.first] = jax.tree.map(

@@ -44,6 +44,11 @@ class StepDims:
         return self.config.model.views[(self.first_block or 0) + block]
 
     @property
+    def own_heads(self) -> int:
+        """Attention heads of this tensor rank. Used inside `shard_map`."""
+        return self.config.model.num_attention_heads // jax.lax.axis_size(Axis.TENSOR)
+
+    @property
     def num_pieces(self) -> int:
         """Pieces of the device's rows in a block."""
         return math.lcm(self.shape.forward.chunks, self.shape.backward.chunks)

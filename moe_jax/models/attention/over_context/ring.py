@@ -26,8 +26,10 @@ from moe_jax.models.attention.tile_products import (
     backward_inputs,
     by_group,
     initial_sums,
+    no_logits,
     outputs,
     sink_gradient,
+    with_largest,
     zero_gradients,
 )
 from moe_jax.models.attention.tiles import Hop, ring_of
@@ -141,6 +143,32 @@ def _backward(
 
 
 values.defvjp(_forward, _backward)
+
+
+def max_logits(
+    query_BnHK: Float[Array, "B n H K"],
+    sent: Any,
+    keys_of: Callable[[Any], jax.Array],
+    document_BN: Int[Array, "B N"] | None,
+    window: int | None,
+    scale: float,
+) -> Float[Array, " H"]:
+    """Return the largest logit of each head over this rank's queries and the keys of all ranks, without a gradient.
+
+    `keys_of` computes keys from what travels. See `values`.
+    """
+    tile, hops = ring_of(context_ranks(), query_BnHK.shape[1], window, tiles.TILE)
+    key = jax.lax.stop_gradient(keys_of(sent))
+    query = by_group(query_BnHK, key)
+    largest_GJ = no_logits(query)
+    for hop, next_hop in zip(hops, (*hops[1:], None), strict=True):
+        if next_hop is not None:
+            sent, largest_GJ = jax.lax.optimization_barrier((sent, largest_GJ))
+            sent = jax.tree.map(partial(ring_permute, distance=next_hop.distance - hop.distance), sent)
+        largest_GJ = with_largest(largest_GJ, _hop_inputs(hop, query, (key, key), document_BN, tile, window, scale))
+        if next_hop is not None:
+            key = jax.lax.stop_gradient(keys_of(sent))
+    return largest_GJ.reshape(-1)
 
 
 def _make_kv(make: Make | None, weights: Any, kv: Pair) -> Pair:
