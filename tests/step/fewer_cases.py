@@ -2,7 +2,8 @@
 
 Takes the cases that the array has and tries, until --seconds are over, to do with one less. Then it replaces values by
 earlier ones of their factors, whose programs tend to be smaller, where no pair is lost by that. Writes step_cases.txt
-or pipeline_cases.txt.
+or pipeline_cases.txt. With --keep, the cases of the table stay as they are, and only those that new values need besides
+are searched.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import time
 os.environ.setdefault("XLA_FLAGS", "")  # which tests.compiled reads
 
 from tests.pairwise import Case
-from tests.step.arrays import Array, write_table
+from tests.step.arrays import Array, read_table, write_table
 
 COLDEST, COOLING, EVERY = 0.12, 0.9995, 1024  # temperature in pairs; it falls every so many moves
 
@@ -22,7 +23,9 @@ COLDEST, COOLING, EVERY = 0.12, 0.9995, 1024  # temperature in pairs; it falls e
 class Search:
     """Cases as lists of items, one of each factor, and how often each two items meet."""
 
-    def __init__(self, array: Array, seed: int = 0):
+    def __init__(self, array: Array, seed: int = 0, kept: int = 0):
+        """The first `kept` cases stay as they are."""
+        self.kept = kept
         self.draw = random.Random(seed)
         self.names = [(factor, value) for factor, values in array.factors.items() for value in values]
         self.factor = [list(array.factors).index(factor) for factor, _ in self.names]
@@ -77,7 +80,7 @@ class Search:
         def needed(row: list[int]) -> int:
             return sum(self.meetings[a][b] == 1 for at, a in enumerate(row) for b in row[:at])
 
-        return min(range(len(self.rows)), key=lambda index: needed(self.rows[index]))
+        return min(range(self.kept, len(self.rows)), key=lambda index: needed(self.rows[index]))
 
     def anneal(self, deadline: float) -> bool:
         """Whether all pairs meet before this time."""
@@ -93,7 +96,7 @@ class Search:
 
     def _move(self, temperature: float) -> None:
         """Give some row a pair that is missing, and take that back if it costs too many others."""
-        pair, row = self.draw.choice(self.missing), self.draw.choice(self.rows)
+        pair, row = self.draw.choice(self.missing), self.rows[self.draw.randrange(self.kept, len(self.rows))]
         old, before = list(row), len(self.missing)
         for item in pair:
             self.set(row, item)
@@ -110,7 +113,7 @@ class Search:
 
     def use_usual(self) -> None:
         """Replace values by earlier ones of their factors where no pair is lost."""
-        for row in self.draw.sample(self.rows, len(self.rows)):
+        for row in self.draw.sample(self.rows[self.kept :], len(self.rows) - self.kept):
             for own in self.draw.sample(range(len(row)), len(row)):
                 for item in self.items[own]:
                     if item >= row[own]:
@@ -154,9 +157,11 @@ def main() -> None:
     parser.add_argument("array", choices=arrays)
     parser.add_argument("--seconds", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", action="store_true", help="keep the cases of the table")
     given = parser.parse_args()
     array = arrays[given.array]
-    deadline, search = time.monotonic() + given.seconds, Search(array, given.seed)
+    kept = len(read_table(array)) if given.keep else 0
+    deadline, search = time.monotonic() + given.seconds, Search(array, given.seed, kept)
     assert not search.missing
     found = [list(row) for row in search.rows]
     while True:

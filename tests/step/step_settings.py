@@ -184,7 +184,7 @@ REFUSED: Pairs = [
     {"attention": ("delta_nets", "mamba"), "mesh": ("c2e2", "c2e2_shared", "c2t2")},
     {"attention": ("normed", "delta_nets", "mamba"), "logits": "qk_clip"},
     {"gate": "on_input", "logits": "qk_clip"},
-    {"routing": "replayed", "gate": but("gate", "softmax", "sigmoid", "v3")},
+    {"routing": "replayed", "gate": but("gate", "softmax", "sigmoid", "on_input", "v3")},
     {"routing": "replayed", "mtp": "mtp"},
 ]
 # pairs of which one setting changes nothing
