@@ -96,7 +96,9 @@ def _settings(model: ModelConfig) -> dict[str, Any]:
     }
     if not has_experts:
         own |= {"num_local_experts": 0, "num_experts_per_tok": 0, "intermediate_size": model.intermediate_size}
-    if model.has_mamba:
+    if not model.has_mamba:
+        own["mamba_n_heads"] = 1  # transformers refuses its default, 128, for some widths
+    else:
         own |= {
             "mamba_n_heads": mamba.num_heads,
             "mamba_d_head": mamba.head_dim,

@@ -120,7 +120,9 @@ def test_granite_4_has_mamba_in_all_blocks_by_default_and_elsewhere_as_listed():
         assert "".join("m" if view.is_recurrent else "a" for view in model.views) == types
         return model.mamba
 
-    assert not without("granitemoehybrid", layer_types=["attention"] * 4).has_mamba
+    attention = without("granitemoehybrid", layer_types=["attention"] * 4)
+    assert not attention.has_mamba
+    assert FAMILIES["granitemoehybrid"].settings(attention)["mamba_n_heads"] == 1, "which divides any width"
     published = mamba_of("mmmmmammmm" * 4)
     assert (published.attn_layer_period, published.attn_layer_offsets) == (10, (5,))
     irregular = mamba_of("mmmmmmmmmmammammmammmmmmmmmammmm")

@@ -40,8 +40,6 @@ FACTORS: dict[str, dict[str, str]] = {
         "delta_nets": "model.delta_net.num_value_heads=4 model.delta_net.num_key_heads=2 "
         "model.delta_net.key_head_dim=4 model.delta_net.value_head_dim=3 model.delta_net.full_attention_interval=null "
         "model.rms_norm_eps=0.1",
-        "mamba": "model.mamba.num_heads=4 model.mamba.head_dim=3 model.mamba.n_groups=2 model.mamba.d_state=4 "
-        "model.rms_norm_eps=0.1",
     },
     "parts": {"few_parts": "", "more_parts": ""},
     "gate": {
@@ -84,8 +82,8 @@ REFUSED: Pairs = [
     {"order": ("gpipe", "zero_bubble"), "chunks": "two_chunks"},
     {"mesh": "no_stages", "order": ("gpipe", "zero_bubble", "coscheduled_split")},
     {"mesh": "no_stages", "chunks": "two_chunks"},
-    {"mesh": "p2c2", "blocks": ("delta_nets", "mamba")},
-    {"logits": "qk_clip", "blocks": ("delta_nets", "mamba")},
+    {"mesh": "p2c2", "blocks": "delta_nets"},
+    {"logits": "qk_clip", "blocks": "delta_nets"},
     {"mesh": "p4d2", "experts": ("moved", "copied")},
     {"gate": "by_score", "cut": ("unified2", "unified2b1")},
     {"gate": "by_score", "experts": "copied"},

@@ -16,6 +16,10 @@ from tests.step.pipeline_settings import ARRAY
 
 PIECES = "schedule.policy=expert_pipeline schedule.microbatches=8 model.moe.capacity_factor=0.3"  # 3 slots of an expert
 TENSOR_TASKS = "model.num_layers=2 mesh.tensor=2 exchange.tensor_form=sharded_scheduled"
+MAMBA = (
+    "model.mamba.num_heads=4 model.mamba.head_dim=3 model.mamba.n_groups=2 model.mamba.d_state=4 "
+    "model.mamba.attn_layer_period=2 model.mamba.attn_layer_offsets=[1] model.rms_norm_eps=0.1"
+)
 OTHERS = {
     "no experts": "model.num_layers=2 model.moe.num_experts=0 train.loss_chunk=5 mesh.data=2 mesh.expert=1 "
     "optimizer.qk_clip=1",
@@ -27,6 +31,9 @@ OTHERS = {
     "model.embedding_multiplier=3 model.residual_multiplier=0.5 model.logits_scaling=1.5",
     "documents, in pairs": "model.num_layers=3 schedule.pipeline=coscheduled_split model.moe.first_k_dense_replace=1 "
     "data.mask_documents=true data.seq_len=24 model.vocab_size=8 optimizer.qk_clip=1",
+    # delta nets, which meet all settings above, are blocks like them
+    "Mamba-2 in every other block, and documents": f"{MAMBA} model.num_layers=4 schedule.pipeline=zero_bubble "
+    "data.mask_documents=true data.seq_len=24 model.vocab_size=8 schedule.remat=dots",
     "a shorter last stage": "model.num_layers=4 schedule.head_blocks=1 optimizer.qk_clip=1",
     "context ranks with all experts": "model.num_layers=3 mesh.context=2 exchange.context_form=all_gather",
     "gathers over tensor ranks as tasks, in pairs": f"{TENSOR_TASKS} schedule.pipeline=coscheduled "

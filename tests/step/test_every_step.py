@@ -15,6 +15,7 @@ from tests.step.step_settings import ARRAY
 UNIFIED = "schedule.policy=unified schedule.microbatches=2"
 TILES = "train.attention_kernel=tiled model.attention.sliding_window=4"
 DOCUMENTS = "data.mask_documents=true data.seq_len=24 model.vocab_size=8 model.moe.num_shared_experts=1"
+MAMBA = "model.mamba.num_heads=4 model.mamba.head_dim=3 model.mamba.d_state=4 model.rms_norm_eps=0.01"
 MTP = "model.num_nextn_predict_layers=1 train.mtp_loss_scaling_factor=0.3"
 OTHERS = {
     "tiles of attention in a loop of blocks": f"{UNIFIED} {TILES} mesh.data=1 mesh.expert=4 model.num_layers=4 "
@@ -25,6 +26,8 @@ OTHERS = {
     "mesh.context=2 mesh.expert=2 model.num_layers=1 model.moe.moe_layer_freq=1",
     "documents in a loop of blocks": f"{UNIFIED} {TILES} {DOCUMENTS} mesh.data=2 mesh.expert=2 model.num_layers=4 "
     "model.moe.moe_layer_freq=1 model.moe.gate=hash",
+    "documents and Mamba-2": f"{UNIFIED} {DOCUMENTS} {MAMBA} mesh.data=1 mesh.expert=2 mesh.tensor=2 "
+    "model.num_layers=2 model.moe.moe_layer_freq=1",
     # positions scaled for 24 tokens, of which a context rank has 12
     "documents around a ring": f"{UNIFIED} {DOCUMENTS} model.rope_scaling.rope_type=longrope "
     "model.rope_scaling.original_max_position_embeddings=16 model.rope_scaling.short_factor=[1,2] "

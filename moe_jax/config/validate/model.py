@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from moe_jax.config.registry import DISPATCHER_FACTS, GATE_FACTS
-from moe_jax.config.sections import AttentionConfig, ModelConfig, MoEConfig, Sections, TrainConfig
+from moe_jax.config.sections import AttentionConfig, MambaConfig, ModelConfig, MoEConfig, Sections, TrainConfig
 from moe_jax.config.validate.ranges import RANGES, check_changes, check_number
 from moe_jax.errors import ConfigError, all_of, divisors_text
 
@@ -101,8 +101,9 @@ def _check_delta_nets(model: ModelConfig) -> None:
 def _check_mamba(model: ModelConfig) -> None:
     mamba, name = model.mamba, "model.mamba"
     if not model.has_mamba:
-        return _check_unused(mamba, name, "num_heads")
-    heads, period, offsets = mamba.num_heads or 0, mamba.attn_layer_period, list(mamba.attn_layer_offsets)
+        _check_unused(mamba, name, "num_heads")
+        return
+    heads = mamba.num_heads or 0
     if model.has_delta_nets:
         raise ConfigError(
             f"{name}.num_heads={heads} and model.delta_net.num_value_heads={model.delta_net.num_value_heads} are two "
@@ -112,20 +113,25 @@ def _check_mamba(model: ModelConfig) -> None:
         raise ConfigError(
             f"{name}.n_groups={mamba.n_groups} does not divide {name}.num_heads={heads}: use {divisors_text(heads)}"
         )
+    _check_attention_places(mamba, name)
+
+
+def _check_attention_places(mamba: MambaConfig, name: str) -> None:
+    period, offsets = mamba.attn_layer_period, list(mamba.attn_layer_offsets)
     if period is None:
         if offsets:
             raise ConfigError(
                 f"{name}.attn_layer_offsets={offsets} without {name}.attn_layer_period: set both, or "
                 f"{name}.attn_layer_offsets=[]"
             )
-        return None
-    if not offsets or offsets != sorted(set(range(period)).intersection(offsets)) or len(offsets) == period:
+        return
+    are_places = offsets == sorted(set(offsets)) and all(0 <= each < period for each in offsets)
+    if not offsets or not are_places or len(offsets) == period:
         raise ConfigError(
             f"{name}.attn_layer_offsets={offsets} with {name}.attn_layer_period={period}: use some places from 0 to "
             f"{period - 1} in growing order, {name}.attn_layer_period=null for attention in no block, or "
             f"{name}.num_heads=null for attention in all"
         )
-    return None
 
 
 def _check_unused(section: Any, name: str, needed: str) -> None:
