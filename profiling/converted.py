@@ -1,4 +1,4 @@
-"""Does transformers load exported models? python profiling/converted.py --transformers PYTHON
+"""Does transformers load exported models? python profiling/converted.py --transformers PYTHON [FAMILY …]
 
 PYTHON is the interpreter of an environment with torch, transformers and safetensors. Models of some families are
 created with 8 experts, imported, trained for 20 steps over 2 data and 4 expert ranks, and exported. transformers loads
@@ -17,9 +17,9 @@ from unittest.mock import patch
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
-from results_file import rounded, write_result
+from results_file import rounded, with_earlier, write_result
 from safetensors.numpy import save_file
-from with_transformers import GOLDEN, Pair, asked_python, call, differences, versions
+from with_transformers import GOLDEN, Pair, asked_families, call, differences, versions
 
 from moe_jax.checkpoint.load import load_params
 from moe_jax.cli import convert
@@ -49,13 +49,15 @@ VOCAB = 256  # one token per byte
 
 def main() -> None:
     """Convert, train, compare, and write the result."""
-    python = asked_python("converted", __doc__)
+    python, named = asked_families("converted", __doc__)
     with tempfile.TemporaryDirectory() as home:
-        tuned = {family: _trained(python, Path(home) / f"{family}-trained", family) for family in TRAINED}
+        tuned = {family: _trained(python, Path(home) / f"{family}-trained", family) for family in named or TRAINED}
         found = differences(python, {family: pair for family, (pair, _) in tuned.items()})
         trained = {family: facts | found[family] for family, (_, facts) in tuned.items()}
     about = {"data_ranks": DATA, "expert_ranks": EXPERT, "steps": STEPS} | versions(python)
-    write_result("converted", about | {"trained": trained})
+    write_result(
+        "converted", with_earlier("converted", "trained", trained, about) if named else about | {"trained": trained}
+    )
 
 
 def _trained(python: str, home: Path, family: str) -> tuple[Pair, dict[str, Any]]:

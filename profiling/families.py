@@ -1,4 +1,4 @@
-"""Do all families compute what transformers computes? python profiling/families.py --transformers PYTHON
+"""Do all families compute what transformers computes? python profiling/families.py --transformers PYTHON [FAMILY …]
 
 PYTHON is the interpreter of an environment with torch, transformers and safetensors. Each model of tests/golden is
 imported, and its logits are compared with those that transformers computed when it was made. It is exported again, and
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from results_file import rounded, write_result
-from with_transformers import GOLDEN, asked_python, call, differences, versions
+from results_file import rounded, with_earlier, write_result
+from with_transformers import GOLDEN, asked_families, call, differences, versions
 
 from moe_jax.config import Config, DataConfig, TrainConfig
 from moe_jax.convert.families import FAMILIES, family_that_holds
@@ -32,20 +32,23 @@ PROMPTS, TOKENS = (8, 13), 40
 
 def main() -> None:
     """Import, export, generate, compare, and write the result."""
-    python = asked_python("families", __doc__)
-    found = {name: _logits(name) for name in FAMILIES}
+    python, named = asked_families("families", __doc__)
+    names = named or list(FAMILIES)
+    found = {name: _logits(name) for name in names}
     with tempfile.TemporaryDirectory() as home:
-        pairs = {name: (_exported(name, Path(home) / name), GOLDEN / name / "golden.safetensors") for name in FAMILIES}
+        pairs = {name: (_exported(name, Path(home) / name), GOLDEN / name / "golden.safetensors") for name in names}
         for name, compared in differences(python, pairs).items():
             found[name]["exported_difference"] = compared["largest_difference"]
-    lengths, folders = ",".join(map(str, PROMPTS)), (str(GOLDEN / name) for name in FAMILIES)
+    lengths, folders = ",".join(map(str, PROMPTS)), (str(GOLDEN / name) for name in names)
     lines = call(python, str(GOLDEN / "greedy.py"), str(TOKENS), lengths, *folders).splitlines()
-    for name, line in zip(FAMILIES, lines, strict=True):
+    for name, line in zip(names, lines, strict=True):
         texts, own = json.loads(line), _greedy(name)
         found[name]["greedy_tokens"] = sum(map(len, texts))
         found[name]["greedy_is_equal"] = texts == own
     about = {"prompts": PROMPTS, "tokens_at_most": TOKENS} | versions(python)
-    write_result("families", about | {"families": found})
+    write_result(
+        "families", with_earlier("families", "families", found, about) if named else about | {"families": found}
+    )
 
 
 def _logits(name: str) -> dict[str, Any]:

@@ -7,10 +7,10 @@ Losses of gates whose choice for a token depends on later tokens (`expert_choice
 not be reached in sampling.
 """
 
-import json
+from typing import Any
 
 from count_argument import check_least
-from results_file import RESULTS, rounded, write_result
+from results_file import rounded, with_earlier, write_result
 from training_run import records_of, train_config
 
 from moe_jax.config.registry import GATE_FACTS
@@ -35,13 +35,10 @@ def main() -> None:
     arguments = parser.parse_args()
     check_least(arguments, steps=1)
     learning = [gate for gate, facts in GATE_FACTS.items() if not facts.for_timing_only]
-    before = json.loads((RESULTS / "gates.json").read_text()) if arguments.gates else {}
     found = {gate: _run(gate, arguments.steps) for gate in arguments.gates or learning}
-    gates = {**before.get("gates", {}), **found}
-    values: dict[str, object] = {"steps": arguments.steps, "settings": SMALL}
-    if arguments.gates:
-        values |= {"measured_now": arguments.gates, "provenance_of_the_others": before["provenance"]}
-    write_result("gates", values | {"gates": {gate: gates[gate] for gate in learning}})
+    about: dict[str, Any] = {"steps": arguments.steps, "settings": SMALL}
+    values = with_earlier("gates", "gates", found, about) if arguments.gates else about | {"gates": found}
+    write_result("gates", values | {"gates": {gate: values["gates"][gate] for gate in learning}})
 
 
 def _run(gate: str, steps: int) -> dict[str, object]:

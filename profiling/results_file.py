@@ -22,6 +22,16 @@ def write_result(name: str, values: dict[str, Any], quick: bool = False) -> Path
     return path
 
 
+def with_earlier(name: str, key: str, found: dict[str, Any], about: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a benchmark that measured only some of the entries of `key`: `found`, with facts `about` it.
+
+    The other entries of the results file stay, and what it said about these is kept under `others`.
+    """
+    before = json.loads((RESULTS / f"{name}.json").read_text())
+    entries: dict[str, Any] = before.pop(key)
+    return about | {"measured": sorted(found), "others": before, key: entries | found}
+
+
 def rounded(value: float) -> float:
     """Round to four significant digits."""
     return float(f"{value:.4g}")

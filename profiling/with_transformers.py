@@ -19,9 +19,22 @@ class TransformersError(UserError):
 
 def asked_python(program: str, description: str | None) -> str:
     """Return the interpreter that the command line gives, of an environment with torch and transformers."""
+    python: str = _parser(program, description).parse_args().transformers
+    return python
+
+
+def asked_families(program: str, description: str | None) -> tuple[str, list[str]]:
+    """Return the interpreter, and the names of families that the command line gives."""
+    parser = _parser(program, description)
+    parser.add_argument("families", metavar="FAMILY", nargs="*", help="default: all; results of others stay")
+    arguments = parser.parse_args()
+    return arguments.transformers, arguments.families
+
+
+def _parser(program: str, description: str | None) -> CommandParser:
     parser = CommandParser(prog=f"python profiling/{program}.py", description=description)
     parser.add_argument("--transformers", required=True, metavar="PYTHON", help="python with transformers")
-    return parser.parse_args().transformers
+    return parser
 
 
 def versions(python: str) -> dict[str, str]:

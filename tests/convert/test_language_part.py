@@ -16,31 +16,49 @@ from moe_jax.convert.source import family_to_export, left_out, model_in
 from moe_jax.convert.write import special_tokens
 from tests.convert.golden import GOLDEN, model_of, read
 
-QWEN = "qwen3_5_moe_text"
-IMAGES = {"model.visual.pos_embed.weight": np.zeros((4, 3), np.float32), "mtp.fc.weight": np.zeros(3, np.float32)}
+QWEN, LLAMA = "qwen3_5_moe_text", "llama4_text"
+IMAGES = {
+    QWEN: {"model.visual.pos_embed.weight": np.zeros((4, 3), np.float32), "mtp.fc.weight": np.zeros(3, np.float32)},
+    LLAMA: {
+        "vision_model.class_embedding": np.zeros(3, np.float32),
+        "multi_modal_projector.linear_1.weight": np.zeros((4, 3), np.float32),
+    },
+}
 
 
-def with_images(folder: Path, **settings: Any) -> Path:
-    """The golden model as the language part of another model, as published; None removes a setting."""
+def with_images(folder: Path, name: str = QWEN, **settings: Any) -> Path:
+    """A golden model as the language part of another model, as published; None removes a setting."""
     folder.mkdir()
-    tensors = load_file(GOLDEN / QWEN / "model.safetensors")
-    renamed = {name.replace("model.", "model.language_model.", 1): x for name, x in tensors.items()}
-    save_file(renamed | IMAGES, folder / "model.safetensors")
-    text = json.loads((GOLDEN / QWEN / "config.json").read_text())
-    whole = {"model_type": "qwen3_5_moe", "text_config": text, "vision_config": {"depth": 2}, "eos_token_id": 7}
+    tensors = load_file(GOLDEN / name / "model.safetensors")
+    if name == QWEN:
+        renamed = {each.replace("model.", "model.language_model.", 1): x for each, x in tensors.items()}
+    else:
+        renamed = {f"language_model.{each}": x for each, x in tensors.items()}
+    save_file(renamed | IMAGES[name], folder / "model.safetensors")
+    text = json.loads((GOLDEN / name / "config.json").read_text())
+    whole = {
+        "model_type": name.removesuffix("_text"),
+        "text_config": text,
+        "vision_config": {"depth": 2},
+        "eos_token_id": 7,
+    }
     whole |= settings
     (folder / "config.json").write_text(json.dumps({k: v for k, v in whole.items() if v is not None}))
     return folder
 
 
-def test_the_language_model_is_read_and_the_rest_is_counted(tmp_path: Path) -> None:
-    folder = with_images(tmp_path / "hf")
-    assert model_in(folder) == model_of(QWEN)
-    jax.tree.map(np.testing.assert_array_equal, read(folder), read(GOLDEN / QWEN))
-    message = left_out(folder, model_of(QWEN)) or ""
-    assert message.startswith("its module of multi-token prediction is not read: modules of this kind are not built")
-    assert message.endswith("; 1 tensors for images are not read: the model reads text only")
-    assert left_out(GOLDEN / QWEN, model_of(QWEN)) is None
+@pytest.mark.parametrize("name", IMAGES)
+def test_the_language_model_is_read_and_the_rest_is_counted(name: str, tmp_path: Path) -> None:
+    folder = with_images(tmp_path / "hf", name)
+    assert model_in(folder) == model_of(name)
+    jax.tree.map(np.testing.assert_array_equal, read(folder), read(GOLDEN / name))
+    of_mtp = "its module of multi-token prediction is not read: modules of this kind are not built, and the decoder "
+    messages = {
+        QWEN: f"{of_mtp}does not need it; 1 tensors for images are not read: the model reads text only",
+        LLAMA: "2 tensors for images are not read: the model reads text only",
+    }
+    assert left_out(folder, model_of(name)) == messages[name]
+    assert left_out(GOLDEN / name, model_of(name)) is None
 
 
 def test_settings_of_the_part_precede_those_of_the_whole(tmp_path: Path) -> None:

@@ -296,7 +296,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                 "long_factor": [1.0, 1.5, 3.0, 9.0],
                 "short_mscale": 1.2,
                 "long_mscale": 1.2,
-                "original_max_position_embeddings": 32,
+                "original_max_position_embeddings": 64,
             },
         },
     ),

@@ -66,7 +66,7 @@ def narrowed(model: ModelConfig) -> ModelConfig:
         intermediate_size=16,
         rope_theta=1e4,
         rms_norm_eps=1e-6,
-        attention=replace(attention, full_every=full, nope_every=nope),
+        attention=replace(attention, full_every=full, nope_every=nope, chunk_size=attention.chunk_size and 3),
         latent=replace(latent, kv_lora_rank=latent.kv_lora_rank and 8, q_lora_rank=latent.q_lora_rank and 8),
         mamba=mamba if model.has_mamba else model.mamba,
         delta_net=replace(narrow, full_attention_interval=interval) if model.has_delta_nets else model.delta_net,
