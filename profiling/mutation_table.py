@@ -824,7 +824,7 @@ MUTATIONS = (
         "zip((root_Rh1, whole_Rh1), widths",
         "zip((root_Rh1, root_Rh1), widths",
         "logits of heads with latents stay above the threshold",
-        ["tests/step/test_every_step.py", "-k", "qk_clip and latent"],
+        ["tests/step/test_qk_clip.py"],
     ),
     Mutation(
         "nan_in_moments",

@@ -140,7 +140,15 @@ def _plans() -> list[Piece]:
 def _drafts() -> list[Piece]:
     found = result("mtp_acceptance")
     without, module = found["runs"]["next token"], found["runs"]["two tokens"]
+    compiled = variants("compiled_mtp_h100_1x1x8")
+    plain, more = compiled["unified"], compiled["unified+model.num_nextn_predict_layers=1"]
     return [
+        (
+            "models.md",
+            f"exposes {more['exposed']:.2f} of {more['communication']} ms of communication with the module, and "
+            f"{plain['exposed']:.2f} of {plain['communication']} without, in an estimated {more['step']:.1f} and "
+            f"{plain['step']:.1f} ms",
+        ),
         ("models.md", f"`python profiling/mtp_acceptance.py {found['steps']}`"),
         (
             "models.md",
