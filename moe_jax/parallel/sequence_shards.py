@@ -6,7 +6,7 @@ residual stream have N/t tokens of each sequence. Before a layer its tokens are 
 results of all ranks are reduce-scattered. With one rank the functions do nothing. All functions run inside `shard_map`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Array, Float, Int, Num, Shaped
@@ -43,6 +43,19 @@ def tp_reduce_scatter(x: Float[Array, "..."], dim: int) -> Float[Array, "..."]:
         return x
     with jax.named_scope("tensor_scatter"):
         return jax.lax.psum_scatter(x, Axis.TENSOR, scatter_dimension=dim, tiled=True)
+
+
+def tp_all_reduce(x: Any) -> Any:
+    """Return the sums over all ranks of a tree of arrays, where tokens are not shared. Not differentiable."""
+    if jax.lax.axis_size(Axis.TENSOR) == 1:
+        return x
+    with jax.named_scope("tensor_sum"):
+        return jax.lax.psum(x, Axis.TENSOR)
+
+
+def own_count(whole: int) -> int:
+    """Return how many of `whole` heads this rank has."""
+    return whole // jax.lax.axis_size(Axis.TENSOR)
 
 
 class LocalTokens(NamedTuple):
