@@ -29,8 +29,8 @@ from moe_jax.errors import run_command
 from moe_jax.models.head import unembed
 from moe_jax.models.parameters import in_order, stored_shapes
 from moe_jax.models.transformer import ComputeConfig, forward
+from moe_jax.parallel.mesh import one_device_mesh
 from moe_jax.parallel.sharding import REPLICATED
-from moe_jax.run.generation import one_device_mesh
 from moe_jax.telemetry.run_log import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]

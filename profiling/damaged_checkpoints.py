@@ -31,8 +31,8 @@ from moe_jax.checkpoint.files import FOLDER, newest_checkpoint
 from moe_jax.checkpoint.load import read_newest
 from moe_jax.checkpoint.save import Checkpoints
 from moe_jax.errors import CommandParser, run_command
+from moe_jax.parallel.mesh import one_device_mesh
 from moe_jax.parallel.sharding import REPLICATED
-from moe_jax.run.generation import one_device_mesh
 from moe_jax.telemetry.run_log import RunLog
 
 OLDER, NEWER = 1, 2  # steps

@@ -23,6 +23,7 @@ from moe_jax.convert.write import write_model
 from moe_jax.errors import run_command
 from moe_jax.models.sampling import Sampling
 from moe_jax.run.generation import Decoder, Generation
+from moe_jax.run.sampling_mesh import SamplingMesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.convert.golden import expected, logits_in, model_of, read
@@ -69,7 +70,8 @@ def _greedy(name: str) -> list[list[int]]:
     config = Config(model=model_of(name), data=DataConfig(seq_len=64), train=TrainConfig(compute_dtype="float32"))
     prompts = [tokens[:length].tolist() for tokens, length in zip(expected(name)[0], PROMPTS, strict=True)]
     ends = read_config(GOLDEN / name).token_ids("eos_token_id")["eos_token_id"]
-    decoder = Decoder(config, read(GOLDEN / name), Sampling())
+    where = SamplingMesh.of(config)
+    decoder = Decoder(where, where.placed(read(GOLDEN / name)), Sampling())
     generation = Generation.of(decoder, prompts, TOKENS, seed=0, ends=[ends] if isinstance(ends, int) else ends or ())
     while not generation.is_done:
         generation.advance()

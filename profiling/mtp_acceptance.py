@@ -23,8 +23,8 @@ from moe_jax.errors import run_command
 from moe_jax.models.head import unembed
 from moe_jax.models.parameters import param_shapes
 from moe_jax.models.transformer import ComputeConfig, forward
+from moe_jax.parallel.mesh import one_device_mesh
 from moe_jax.parallel.sharding import REPLICATED
-from moe_jax.run.generation import one_device_mesh
 from moe_jax.run.loop import train
 from moe_jax.run.setup import open_run
 from moe_jax.telemetry.run_log import read_metrics

@@ -4,8 +4,9 @@ A tiny run trains by the command line into a local folder, and then into a bucke
 random times and started again until it has been killed N times; then it may end. The losses of all its records and the
 digests of its last checkpoint's arrays must be those of the local run, bit for bit.
 
-The store of gs:// is tests/gcs_server.py, which leaves requests unanswered for a while, refuses them with 503 or cuts
-answers off. That of s3:// is moto's server (pip install 'moto[server]'), without faults.
+The stores are tests/gcs_server.py and tests/s3_server.py, which leave requests unanswered for a while, refuse them with
+503 or cut answers off. With moto's server of S3 in PATH (pip install 'moto[server]'), that is a third one, without
+faults.
 """
 
 import json
@@ -26,11 +27,14 @@ from typing import Any
 from results_file import write_result
 
 from moe_jax.errors import CommandParser, UserError, run_command
+from moe_jax.files import object_store
 from moe_jax.files.object_store import ObjectFolder
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.gcs_server import BUCKET, Server, serving
+from tests.gcs_server import GcsHandler
+from tests.object_server import BUCKET, Server, serving
+from tests.s3_server import S3Handler
 
 FAULTS = {"unavailable": 0.01, "cut": 0.01, "slow": 0.01}  # shares of requests
 STEPS, EVERY = 2000, 100
@@ -55,8 +59,6 @@ def main() -> None:
     parser = CommandParser(prog="python profiling/object_stores.py", description=__doc__)
     parser.add_argument("--kills", type=int, default=10, metavar="N", help="for each store (default: 10)")
     kills = parser.parse_args().kills
-    if shutil.which("moto_server") is None:
-        raise UserError("moto_server is not found: pip install 'moto[server]', and have its folder in PATH")
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         (work / "run.yaml").write_text(_CONFIG)
@@ -65,12 +67,17 @@ def main() -> None:
         _ended(_train(work, "undisturbed"))
         found: dict[str, Any] = {"steps": STEPS, "undisturbed_s": round(time.monotonic() - started, 1)}
         expected = _outcome(lambda name: (work / "undisturbed" / name).read_bytes())
-        with serving() as gcs:
-            os.environ |= {"TENSORSTORE_GCS_HTTP_URL": gcs.url, "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token"}
-            gcs.faults = dict(FAULTS)
-            found["gs"] = _killed(work, f"gs://{BUCKET}/runs/killed", kills, expected, gcs)
-        with _moto():
-            found["s3"] = _killed(work, f"s3://{BUCKET}/runs/killed", kills, expected)
+        for handler in (GcsHandler, S3Handler):
+            with serving(handler) as server:
+                os.environ |= server.environment
+                server.faults = dict(FAULTS)
+                found[handler.scheme] = _killed(work, f"{server.bucket}/runs/killed", kills, expected, server)
+            object_store._opened.cache_clear()  # of this server
+        if shutil.which("moto_server") is None:
+            print("moto_server is not found: its store is left out", flush=True)
+        else:
+            with _moto():
+                found["moto"] = _killed(work, f"s3://{BUCKET}/runs/killed", kills, expected)
     write_result("object_stores", found)
 
 
@@ -143,7 +150,7 @@ def _moto() -> Iterator[None]:
     """Context with moto's server and a bucket."""
     command = ["moto_server", "-H", "127.0.0.1", "-p", str(_PORT)]
     url = f"http://127.0.0.1:{_PORT}"
-    os.environ |= {"AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+    os.environ |= {"AWS_ENDPOINT_URL_S3": url, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         for _ in range(100):

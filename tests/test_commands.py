@@ -21,8 +21,8 @@ from moe_jax.data.loader import validation_batches
 from moe_jax.data.samples import Samples
 from moe_jax.data.sources import open_tokens
 from moe_jax.models.parameters import param_shapes
+from moe_jax.parallel.mesh import one_device_mesh
 from moe_jax.parallel.sharding import REPLICATED
-from moe_jax.run.generation import one_device_mesh
 from tests import references
 from tests.run.whole_runs import compiled_once
 

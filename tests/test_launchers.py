@@ -5,6 +5,8 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ def dry_run(script: str, *words: str, **environ: str) -> list[str]:
     return shlex.split(done.stdout)
 
 
-@pytest.mark.parametrize("script", [*sorted(SCRIPTS.glob("*.sh")), SCRIPTS / "slurm.sbatch"], ids=lambda p: p.name)
+@pytest.mark.parametrize("script", sorted([*SCRIPTS.glob("*.sh"), *SCRIPTS.glob("*.sbatch")]), ids=lambda p: p.name)
 def test_bash_can_read_it(script: Path) -> None:
     assert bash("-n", str(script)).stderr == ""
 
@@ -70,6 +72,132 @@ def test_a_slurm_node_gets_one_launcher(environ: dict[str, str], processes: str)
     launch = ["--processes", processes, "--rendezvous", "FIRST_NODE:8475", "--grace", "100"]
     assert words[start:] == [*launch, *SETTINGS]
     check_command("launch", words[start:])
+
+
+def test_components_of_a_slurm_job_number_their_processes_one_after_another(tmp_path: Path) -> None:
+    """One node in the first component and two in the second, as each task of a step sees itself."""
+    (tmp_path / "python").write_text('#!/bin/bash\nprintf "%s\\n" "$@"')
+    (tmp_path / "python").chmod(0o755)
+    done = bash("scripts/slurm_het.sbatch", "--dry-run", *SETTINGS)
+    assert (done.returncode, done.stderr) == (0, "")
+    steps = [shlex.split(line) for line in done.stdout.splitlines()]
+    assert [step[:3] for step in steps] == [["srun", f"--het-group={n}", "--kill-on-bad-exit=1"] for n in (0, 1)]
+    ids = []
+    for step, tasks in zip(steps, (1, 2), strict=True):
+        for task in range(tasks):
+            seen = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_PROCID": str(task)}
+            words = bash(*step[4:], **seen).stdout.splitlines()
+            assert words[:4] == ["-m", "moe_jax.train", "--coordinator", "NODE_0:8476"]
+            assert words[4:6] == ["--num-processes", "3"]
+            assert words[8:] == SETTINGS
+            check_command("train", words[2:])
+            ids.append(words[7])
+    assert ids == ["0", "1", "2"]
+
+
+def test_a_failed_slurm_job_is_queued_again_unless_its_settings_are_wrong(tmp_path: Path) -> None:
+    """With SLURM's commands replaced by others, which print what they are asked."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "setup_env.sh").write_text("")
+    for name, body in (("srun", 'exit "$CODE"'), ("scontrol", 'if [ "$1" = show ]; then echo a; else echo "$@"; fi')):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_HET_SIZE": "2", "SLURM_JOB_ID": "7"}
+    slurm |= {f"SLURM_JOB_NODELIST_HET_GROUP_{n}": "a" for n in (0, 1)}
+    slurm["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    for code, restarts, asked in (("0", "0", ""), ("1", "9", "requeue 7\n"), ("2", "0", ""), ("1", "10", "")):
+        done = bash("scripts/slurm_het.sbatch", *SETTINGS, **slurm, CODE=code, SLURM_RESTART_COUNT=restarts)
+        assert (done.returncode, done.stdout, done.stderr) == (int(code), asked, "")
+
+
+def test_xpk_gets_the_command_of_a_pod() -> None:
+    words = dry_run("xpk.sh", "cluster", "v6e-16", "image", *SETTINGS, SLICES="2")
+    assert words[:3] == ["xpk", "workload", "create"]
+    given = dict(zip(words[3::2], words[4::2], strict=True))
+    assert given | {"--command": ""} == {
+        "--cluster": "cluster",
+        "--tpu-type": "v6e-16",
+        "--docker-image": "image",
+        "--num-slices": "2",
+        "--workload": "moe-jax",
+        "--max-restarts": "10",
+        "--command": "",
+    }
+    there = shlex.split(given["--command"])
+    assert there[:6] == ["cd", "/moe_jax", "&&", "python", "-m", "moe_jax.train"]
+    assert there[6:] == ["--distributed=on", *SETTINGS]
+    check_command("train", there[6:])
+    assert bash("scripts/xpk.sh", "cluster", "v6e-16").returncode == 2
+
+
+SKYPILOT = {  # fields of https://docs.skypilot.co/en/latest/reference/yaml-spec.html
+    "": {"name", "workdir", "num_nodes", "resources", "envs", "secrets", "volumes", "file_mounts", "setup", "run"},
+    "resources": {
+        *("infra", "accelerators", "accelerator_args", "cpus", "memory", "instance_type", "use_spot", "disk_size"),
+        *("disk_tier", "network_tier", "image_id", "ports", "labels", "autostop", "any_of", "ordered", "job_recovery"),
+    },
+    "job_recovery": {"strategy", "max_restarts_on_errors", "recover_on_exit_codes"},
+}
+
+
+def test_skypilots_nodes_find_the_first_one(tmp_path: Path) -> None:
+    task = yaml.safe_load((SCRIPTS / "skypilot.yaml").read_text())
+    assert task.keys() <= SKYPILOT[""]
+    assert task["resources"].keys() <= SKYPILOT["resources"]
+    assert task["resources"]["job_recovery"].keys() <= SKYPILOT["job_recovery"]
+    (tmp_path / "python").write_text('#!/bin/bash\nprintf "%s\\n" "$@"')
+    (tmp_path / "python").chmod(0o755)
+    node = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"}
+    node |= task["envs"] | {"RUN": "s3://my-bucket/run", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    prepare, run = task["run"].split("\n", 1)
+    assert prepare == task["setup"].strip()
+    words = bash("-c", run, **node).stdout.splitlines()
+    assert words[:2] == ["-m", "moe_jax.train"]
+    assert words[4:] == [
+        *("log.dir=s3://my-bucket/run", "--coordinator", "10.0.0.1:8476", "--num-processes", "2", "--process-id", "1")
+    ]
+    check_command("train", words[2:])
+
+
+RAY = {  # parameters of https://docs.ray.io/en/latest/train/api/api.html
+    "JaxTrainer": {"train_loop_per_worker", "train_loop_config", "jax_config", "scaling_config", "run_config"},
+    "ScalingConfig": {"num_workers", "use_gpu", "use_tpu", "topology", "accelerator_type", "resources_per_worker"},
+    "RunConfig": {"name", "storage_path", "failure_config", "checkpoint_config"},
+    "FailureConfig": {"max_failures"},
+}
+
+
+@pytest.mark.parametrize(("own", "devices"), [(["4"], {"use_gpu"}), (["4", "4x4", "TPU-V6E"], {"use_tpu", "topology"})])
+def test_rays_workers_train_by_the_command(own: list[str], devices: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With classes in the place of Ray's, which know no parameters but Ray's own."""
+    made: dict[str, dict[str, Any]] = {}
+
+    def of(name: str) -> Any:
+        def make(**given: Any) -> Any:
+            assert given.keys() <= RAY[name]
+            made[name] = given
+            return types.SimpleNamespace(fit=lambda: given["train_loop_per_worker"](given["train_loop_config"]))
+
+        return make
+
+    for module, names in (("ray", ()), ("ray.train", RAY), ("ray.train.v2", ()), ("ray.train.v2.jax", RAY)):
+        monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{name: of(name) for name in names}))
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import ray_train
+
+    called: list[list[str]] = []
+    monkeypatch.setattr("moe_jax.cli.train.main", lambda: called.append(sys.argv[1:]))
+    monkeypatch.setattr(sys, "argv", ["ray_train.py", *own, "--", *SETTINGS])
+    ray_train.main()
+    assert called == [["--distributed=off", *SETTINGS]]
+    check_command("train", called[0])
+    assert made["ScalingConfig"]["num_workers"] == 4
+    assert devices <= made["ScalingConfig"].keys()
+    assert made["FailureConfig"]["max_failures"] > 0
+    monkeypatch.setattr(sys, "argv", ["ray_train.py", "4", "4x4", "--", *SETTINGS])
+    with pytest.raises(SystemExit) as end:
+        ray_train.main()
+    assert end.value.code == 2
 
 
 @pytest.fixture

@@ -35,12 +35,11 @@ from moe_jax.files.local_copy import local_path, url_of
 from moe_jax.files.places import all_uploaded_or_nothing, check_is_empty, output_folder, place, place_of
 from moe_jax.measure.provenance import versions
 from moe_jax.models.parameters import in_order, param_dims, stored_shapes
-from moe_jax.parallel.mesh import expert_axis, make_mesh
+from moe_jax.parallel.mesh import expert_axis, make_mesh, one_device_mesh
 from moe_jax.parallel.sharding import REPLICATED, partitions
 from moe_jax.paths import shown
 from moe_jax.plan.plan_text import size
 from moe_jax.run.export_tokenizer import byte_tokenizer_of, special_tokens_of
-from moe_jax.run.generation import one_device_mesh
 from moe_jax.run.init_from import check_source, source_params
 from moe_jax.run.run_dir import check_folder
 from moe_jax.telemetry.run_log import RunLog

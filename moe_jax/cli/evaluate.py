@@ -38,10 +38,10 @@ from moe_jax.run.evaluation import (
     open_texts,
     record_evaluation,
 )
-from moe_jax.run.generation import load_on_one_device
 from moe_jax.run.harness import TaskResult, load_tasks, run_tasks
 from moe_jax.run.harness_model import HarnessModel
 from moe_jax.run.model_tokenizer import check_tokens_of_run, end_tokens, tokenizer_of_run
+from moe_jax.run.sampling_mesh import SamplingMesh
 
 _OF_TEXTS = ("text", "tokens", "nats per token", "perplexity", "bits per byte")
 _OF_TASKS = ("task", "metric", "value", "standard error")
@@ -116,7 +116,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ema", action="store_true", help="use the moving average of parameters (optimizer.ema_decay)")
     parser.add_argument("--json", type=place, metavar="FILE", help="write the results to this file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="e.g. mesh.expert=1")
-    tasks = parser.add_argument_group("tasks of lm-eval, on one device (pip install -e '.[eval]')")
+    tasks = parser.add_argument_group("tasks of lm-eval, in one process (pip install -e '.[eval]')")
     tasks.add_argument("--tasks", type=_names, default=[], metavar="NAME[,NAME]", help="tasks or groups of tasks")
     tasks.add_argument("--task-folder", type=Path, metavar="DIR", help="folder with more tasks, as YAML files")
     tasks.add_argument("--limit", type=int, metavar="N", help="at most so many documents of each task")
@@ -175,10 +175,11 @@ def _evaluate(
     if manager is not None:
         check_same_run(config, run, ignore_data_order=True)
         tokenizer = tokenizer_of_run(config, run)
-        step, params = load_on_one_device(config, run, arguments.ema, arguments.step)
+        where = SamplingMesh.of(config)
+        step, params = where.load(run, arguments.ema, arguments.step)
         ends = end_tokens(run, tokenizer)
         size = arguments.batch_size or _BATCH_SIZE
-        model = HarnessModel(config, params, tokenizer, ends, size, template=template)
+        model = HarnessModel(config, where, params, tokenizer, ends, size, template=template)
         of_tasks = run_tasks(manager, arguments.tasks, model, arguments.limit, arguments.fewshot)
     return step, on_texts, of_tasks
 
@@ -186,7 +187,7 @@ def _evaluate(
 def _task_manager(arguments: argparse.Namespace) -> Any:
     if jax.process_count() > 1:
         raise ConfigError(
-            f"--tasks={','.join(arguments.tasks)} runs on one device, and there are {jax.process_count()} processes: "
+            f"--tasks={','.join(arguments.tasks)} runs in one process, and there are {jax.process_count()} processes: "
             "start one, with --distributed=off"
         )
     return load_tasks(arguments.tasks, arguments.task_folder)

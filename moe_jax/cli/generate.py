@@ -12,33 +12,42 @@ import json
 import sys
 
 from moe_jax.checkpoint.compatibility import check_same_run
+from moe_jax.config import MeshConfig
 from moe_jax.config.ranges import SAMPLED, SEEDS, Range, check_number
-from moe_jax.config.yaml_io import load_config
+from moe_jax.config.yaml_io import load_config, load_draft
 from moe_jax.data.chat_template import ChatTemplate
 from moe_jax.data.tokenizer import Tokenizer
+from moe_jax.distributed import processes
 from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.files.local_copy import local_path
 from moe_jax.files.places import place
 from moe_jax.models.sampling import Sampling
-from moe_jax.run.generation import Decoder, load_on_one_device
+from moe_jax.run.generation import Decoder
 from moe_jax.run.model_tokenizer import end_tokens, tokenizer_of_run
 from moe_jax.run.sample import printable
+from moe_jax.run.sampling_mesh import SamplingMesh, asked_mesh
 from moe_jax.run.text_generation import Prompt, TextGenerator, TextSettings, read_prompts
 
+_MESH = "mesh."
 _VOCABULARY = 2**24  # tokens, the most of a config
 
 
 def main() -> None:
-    """Parse the command line, load the parameters onto one device, and print what the model writes."""
+    """Parse the command line, load the parameters, and print what the model writes."""
     arguments = _arguments()
     arguments.run = local_path(arguments.run)
-    config = load_config(arguments.run, arguments.overrides)
+    config = load_config(arguments.run, [each for each in arguments.overrides if not each.startswith(_MESH)])
+    asked = _asked_mesh(arguments)
+    processes.initialize(processes.Processes(mode="off"), asked.cpu_devices if asked else None)
     check_same_run(config, arguments.run, ignore_data_order=True)
     tokenizer, template = tokenizer_of_run(config, arguments.run), _template_of(arguments)
     settings, prompt = _settings_of(arguments, tokenizer), arguments.prompt
     prompts = read_prompts(local_path(arguments.prompts), arguments.chat, arguments.system) if arguments.prompts else []
-    _, params = load_on_one_device(config, arguments.run, arguments.ema)
-    decoder = Decoder(config, params, settings.sampling)
+    where = SamplingMesh.of(config, asked)
+    if where.missing:
+        print(f"on one device: {where.missing}", file=sys.stderr)
+    _, params = where.load(arguments.run, arguments.ema)
+    decoder = Decoder(where, params, settings.sampling)
     generator = TextGenerator(config, decoder, tokenizer, settings, template)
     if prompts:
         for line in generator.continued(prompts, arguments.batch_size):
@@ -73,7 +82,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end a text there; may be repeated")
     parser.add_argument("--ema", action="store_true", help="use the moving average of parameters (optimizer.ema_decay)")
     parser.add_argument("--ignore-eos", action="store_true", help="do not stop at the end of a text")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="e.g. data.path, if it has moved")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="e.g. mesh.expert=4 mesh.tensor=2")
     arguments = parser.parse_intermixed_args()
     check_number("--tokens", arguments.tokens, SAMPLED._replace(least=1))
     check_number("--batch-size", arguments.batch_size, Range(1, 1024))
@@ -87,6 +96,15 @@ def _arguments() -> argparse.Namespace:
     if arguments.system is not None and not arguments.chat:
         raise ConfigError(f"--system={arguments.system} is for a chat: use --chat, or leave it out")
     return arguments
+
+
+def _asked_mesh(arguments: argparse.Namespace) -> MeshConfig | None:
+    """Return the mesh of the overrides, which need not be one that could train; None without any."""
+    given = {each.partition("=")[0].removeprefix(_MESH) for each in arguments.overrides if each.startswith(_MESH)}
+    draft = load_draft(arguments.run, arguments.overrides)
+    if draft.open:
+        raise ConfigError(f"{min(draft.open)}=auto: nothing chooses it here: give a value, or leave it out")
+    return asked_mesh(draft.mesh, given)
 
 
 def _template_of(arguments: argparse.Namespace) -> ChatTemplate | None:

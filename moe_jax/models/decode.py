@@ -1,7 +1,11 @@
 """Text sampling with cached keys and values, latents or states: the prompt at once, then one token after another.
 
-Runs inside `shard_map` over one device. B sequences of different lengths, N further tokens of each, K tokens or pieces
-of one call, S slots of the cache, D model width, V vocabulary, T = B·N.
+Runs inside `shard_map` over data, expert and tensor ranks. Data and expert ranks have different sequences, and exchange
+the rows of experts like a training step. Tensor ranks have the same sequences, and sum what they compute with their
+heads and hidden widths. Parameters are those of `unstacked`.
+
+B sequences of different lengths on this device, N further tokens of each, K tokens or pieces of one call, S slots of
+the cache, D model width, V vocabulary, T = B·N.
 """
 
 import dataclasses
@@ -14,17 +18,24 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from moe_jax.config import AttentionView, ModelConfig
-from moe_jax.config.layer_layout import Segment, decoder_segments
+from moe_jax.config.layer_layout import decoder_segments
+from moe_jax.config.registry import NO_HOOKS
 from moe_jax.models import moe as moe_layer
 from moe_jax.models.attention import attend_cached, kind_of
+from moe_jax.models.dispatch import dispatch_compute_combine
+from moe_jax.models.dispatchers import dispatcher_of
 from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.models.head import unembed
+from moe_jax.models.hooks import hooks_of
 from moe_jax.models.layers import block_norm, mlp, scaled
 from moe_jax.models.sampling import Sampling, draw
 from moe_jax.models.transformer import ComputeConfig, embed
+from moe_jax.parallel.sequence_shards import tp_sum
+from moe_jax.parallel.trees import Params
 
-Cache = list[list[Any]]  # of each segment and each block of its period, stacked over periods like the parameters
+Cache = list[Any]  # of each block
 
+_CPU_TILE = 2  # rows: the fastest of 1, 2, 4 and 8 with one sequence and with eight
 PREFILL_PIECE = 256  # tokens of each prompt that are processed at once
 
 
@@ -130,12 +141,27 @@ def score(
     return log_prob_BN, is_likeliest_BN
 
 
-def _first_cache(model: ModelConfig, batch: int, slots: int, compute: ComputeConfig) -> Cache:
-    def of_block(view: AttentionView, periods: int) -> Any:
-        one = kind_of(model, view).first_cache(model, batch, slots, compute.dtype)
-        return jax.tree.map(lambda x: jnp.zeros((periods, *x.shape), x.dtype), one)
+def unstacked(params: Params, model: ModelConfig, take: Callable[[Any, int], list[Any]]) -> Params:
+    """Return parameters with a list of the decoder's blocks, from those with stacked blocks in order.
 
-    return [[of_block(view, segment.repeats) for view in segment.views] for segment in decoder_segments(model)]
+    `take` returns the parts of a leaf that is stacked over so many periods. Programs that read one block after another
+    from a stack would copy each first, whole, with all its experts.
+    """
+    blocks: list[Any] = []
+    for number, segment in enumerate(decoder_segments(model)):
+        leaves, tree = jax.tree.flatten(params["segments"][number], is_leaf=lambda leaf: isinstance(leaf, tuple))
+        parts = zip(*(take(leaf, segment.repeats) for leaf in leaves), strict=True)
+        periods = [jax.tree.unflatten(tree, own) for own in parts]
+        blocks += [period[place] for period in periods for place in range(len(segment.kinds))]
+    return {name: leaf for name, leaf in params.items() if name != "segments"} | {"blocks": blocks}
+
+
+def _views(model: ModelConfig) -> list[AttentionView]:
+    return [view for segment in decoder_segments(model) for view in segment.repeats * segment.views]
+
+
+def _first_cache(model: ModelConfig, batch: int, slots: int, compute: ComputeConfig) -> Cache:
+    return [kind_of(model, view).first_cache(model, batch, slots, compute.dtype) for view in _views(model)]
 
 
 def _dropless(model: ModelConfig) -> ModelConfig:
@@ -168,42 +194,14 @@ def _extend(
     """
     x_BND = embed(params["embedding"], token_BN, model, compute)
     position_BN = position_B[:, None] + jnp.arange(token_BN.shape[1])
-    inputs, updated, below = RouterInputs(token_BN, position_BN, None, jnp.int32(0)).flat(), [], 0
-    for number, segment in enumerate(decoder_segments(model)):
-        extend = partial(attend_cached, position_B=position_B, count_B=count_B, model=model)
-        period = partial(
-            _period, segment=segment, extend=extend, inputs=inputs.above(below), model=model, compute=compute
-        )
-        stacked = params["segments"][number], cache[number], jnp.arange(segment.repeats)
-        x_BND, segment_cache = jax.lax.scan(period, x_BND, stacked)
-        updated.append(segment_cache)
-        below += len(segment.kinds) * segment.repeats
-    return x_BND, updated
-
-
-def _period(
-    x_BND: Float[Array, "B N D"],
-    stacked: tuple[Any, list[Any], Int[Array, ""]],
-    segment: Segment,
-    extend: Callable[..., tuple[jax.Array, Any]],
-    inputs: RouterInputs,
-    model: ModelConfig,
-    compute: ComputeConfig,
-) -> tuple[Float[Array, "B N D"], list[Any]]:
-    """Run the blocks of one period of a segment: parameters, cache and number of the period are given as `stacked`.
-
-    `extend` is `attend_cached` at the tokens' positions.
-    """
-    params, cache, iteration = stacked
-    updated = []
-    for place, view in enumerate(segment.views):
-        block = params[place]
-        y_BND, block_cache = extend(block["attention"], x_BND, cache[place], view=view)
-        updated.append(block_cache)
+    inputs, updated = RouterInputs(token_BN, position_BN, None, jnp.int32(0)).flat(), []
+    for number, (block, view, old) in enumerate(zip(params["blocks"], _views(model), cache, strict=True)):
+        y_BND, new = attend_cached(block["attention"], x_BND, old, position_B, count_B, model=model, view=view)
+        updated.append(new)
         x_BND += y_BND
         h_BND = block_norm(block, x_BND, model)
-        own = inputs.above(iteration * len(segment.kinds) + place)
-        x_BND += scaled(_feed_forward(block, h_BND, model, compute, own), model.residual_multiplier)
+        added = _feed_forward(block, h_BND, model, compute, inputs.above(number))
+        x_BND += scaled(added, model.residual_multiplier)
     return x_BND, updated
 
 
@@ -211,10 +209,16 @@ def _feed_forward(
     block: Any, h_BND: Float[Array, "B N D"], model: ModelConfig, compute: ComputeConfig, router_inputs: RouterInputs
 ) -> Float[Array, "B N D"]:
     if "mlp" in block:
-        return mlp(block["mlp"], h_BND)
-    h_TD = h_BND.reshape(-1, model.hidden_size)
-    sent, metadata, _ = moe_layer.route(block["moe"], h_TD, model.moe, 1, moe_layer.RouterContext(router_inputs))
-    returned = moe_layer.run_experts(block["moe"]["experts"], sent, model.moe, compute.product)
-    y_TD = moe_layer.unpermute(returned, metadata, model.moe)
-    y_TD = sum((mlp(shared, h_TD) for shared in moe_layer.shared_experts(block["moe"])), start=y_TD)
-    return y_TD.reshape(h_BND.shape)
+        return tp_sum(mlp(block["mlp"], h_BND))
+    params, moe, h_TD = block["moe"], model.moe, h_BND.reshape(-1, model.hidden_size)
+    context = moe_layer.RouterContext(router_inputs)
+    sent, metadata, _ = moe_layer.route(params, h_TD, moe, compute.ep_size(), context)
+    product = compute.product
+    if compute.platform == "cpu":  # an expert has few rows, and a tile is computed whole
+        product = product._replace(min_tile=_CPU_TILE)
+    experts = partial(moe_layer.run_experts, params["experts"], moe=moe, product=product)
+    as_they_are = dataclasses.replace(moe, hooks=NO_HOOKS)  # hooks round what travels, differently on each mesh
+    returned = dispatch_compute_combine(sent, experts, compute.route.without_tensor, as_they_are)
+    shared = [mlp(each, h_TD) for each in moe_layer.shared_experts(params)]
+    y_TD, *shared = tp_sum([dispatcher_of(moe).unpermute(returned, metadata), *shared])
+    return sum(shared, start=hooks_of(moe).after_layer(y_TD)).reshape(h_BND.shape)

@@ -123,6 +123,12 @@ def make_mesh(settings: config.MeshConfig, devices: Sequence[jax.Device] | None 
     return jax.sharding.Mesh(placed, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
+def one_device_mesh() -> jax.sharding.Mesh:
+    """Return a mesh of this process's first device; all axes have size 1."""
+    found_devices()
+    return make_mesh(config.MeshConfig(), jax.local_devices()[:1])
+
+
 def _slices_along_axes(sizes: Mapping[Axis, int], slice_sizes: Sequence[int]) -> dict[Axis, int]:
     """Return the number of slices of TPUs along each axis: as many as possible along `data`, the others along
     `pipeline`.

@@ -6,7 +6,7 @@ residual stream have N/t tokens of each sequence. Before a layer its tokens are 
 results of all ranks are reduce-scattered. With one rank the functions do nothing. All functions run inside `shard_map`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Array, Float, Int, Num, Shaped
@@ -45,12 +45,17 @@ def tp_reduce_scatter(x: Float[Array, "..."], dim: int) -> Float[Array, "..."]:
         return jax.lax.psum_scatter(x, Axis.TENSOR, scatter_dimension=dim, tiled=True)
 
 
-def tp_sum(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return the sum over all ranks."""
+def tp_sum(x: Any) -> Any:
+    """Return the sums over all ranks of a tree of arrays."""
     if jax.lax.axis_size(Axis.TENSOR) == 1:
         return x
     with jax.named_scope("tensor_sum"):
         return jax.lax.psum(x, Axis.TENSOR)
+
+
+def own_count(whole: int) -> int:
+    """Return how many of `whole` heads this rank has."""
+    return whole // jax.lax.axis_size(Axis.TENSOR)
 
 
 class LocalTokens(NamedTuple):

@@ -100,3 +100,4 @@ def shard_random_init(params: Tree, placed: Tree) -> Tree:
 
 BATCH_SPEC = partition(("batch",))
 REPLICATED = PartitionSpec()
+CACHE_SPEC = PartitionSpec((*BATCH_AXES, Axis.TENSOR))  # every rank has arrays of its own, with its sequences

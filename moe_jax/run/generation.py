@@ -1,53 +1,27 @@
-"""Generation of tokens after a batch of prompts, on one device.
+"""Generation of tokens after a batch of prompts.
 
 A context has at most `data.seq_len` tokens, as in training: longer text is generated in windows, each of which begins
 with the second half of the preceding one.
 """
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_jax.checkpoint.load import load_step
-from moe_jax.config import Config, MeshConfig
-from moe_jax.config.layer_layout import Stages
 from moe_jax.models.decode import PREFILL_PIECE, DecodeState, decode, prefill, score
-from moe_jax.models.parameters import in_order, stored_shapes
 from moe_jax.models.sampling import Sampling
-from moe_jax.models.transformer import ComputeConfig
-from moe_jax.parallel.mesh import found_devices, make_mesh
-from moe_jax.parallel.sharding import REPLICATED
-from moe_jax.parallel.trees import Params
+from moe_jax.parallel.sharding import BATCH_SPEC, CACHE_SPEC, REPLICATED
+from moe_jax.run.sampling_mesh import SamplingMesh
 
 _STEPS = 8  # tokens of each row that one call draws
 _FEWEST = 16  # slots
 Ending = Literal["end of text", "stop", "length"]
-
-
-def one_device_mesh() -> jax.sharding.Mesh:
-    """A mesh of this process's first device; all axes have size 1."""
-    found_devices()
-    return make_mesh(MeshConfig(), jax.local_devices()[:1])
-
-
-def load_on_one_device(config: Config, run: Path, average: bool, step: int | None = None) -> tuple[int, Params]:
-    """Return the step and the parameters of a run's checkpoint (the newest one), or their moving average.
-
-    Raises UserError.
-    """
-    placed = jax.sharding.NamedSharding(one_device_mesh(), REPLICATED)
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), stored_shapes(Stages.of(config))
-    )
-    return load_step(run, shapes, average, step)
 
 
 @dataclass
@@ -72,51 +46,59 @@ class SequenceRow:
 
 
 class Decoder:
-    """A model on one device, with one program for each shape of a batch."""
+    """A model on the devices that generate text, with one program for each shape of a batch."""
 
-    def __init__(self, config: Config, params: Any, sampling: Sampling):
-        """`params` are on one device or on a mesh of this process, in the layout of the config's pipeline stages."""
-        mesh = one_device_mesh()
-        placed = jax.device_put(params, jax.sharding.NamedSharding(mesh, REPLICATED))
-        self._params = in_order(placed, Stages.of(config))
-        self.context = config.data.seq_len
+    def __init__(self, where: SamplingMesh, params: Any, sampling: Sampling):
+        """`params` are those that `where` has loaded or placed."""
+        self._where, self._params = where, params
+        self.context = where.config.data.seq_len
         self.compile_s = 0.0  # seconds spent on compilation so far
-        # the kernels of the run may not exist for this device, and its exchange may need several devices
-        train = dataclasses.replace(config.train, grouped_product="auto", attention_kernel="auto")
-        exchange = dataclasses.replace(config.exchange, algorithm="flat", ranks_per_node=None)
-        compute = ComputeConfig.of(dataclasses.replace(config, train=train, exchange=exchange), mesh)
-        self._mesh = mesh
-        self._settings: dict[str, Any] = {"model": config.model, "compute": compute, "sampling": sampling}
+        self._settings: dict[str, Any] = {"model": where.config.model, "compute": where.compute, "sampling": sampling}
         self._programs: dict[Any, Callable[..., Any]] = {}
 
     def prefill(self, rows: Sequence[SequenceRow], slots: int, seed: int) -> DecodeState:
-        """Process the windows of all rows, and draw one token for each. The cache has `slots` slots."""
+        """Process the windows of all rows, and draw one token for each. The cache has `slots` slots.
+
+        The batch has more rows if these do not divide over the ranks; they come last, and stand for nothing.
+        """
         windows = [row.window if row.ended is None else row.window[-1:] for row in rows]
-        prompts = np.zeros((len(rows), shape_above(max(map(len, windows)))), np.int32)
-        for own, window in zip(prompts, windows, strict=True):
+        prompts = np.zeros((self._filled(len(rows)), shape_above(max(map(len, windows)))), np.int32)
+        for own, window in zip(prompts, windows, strict=False):
             own[: len(window)] = window
         facts = [(len(window), row.number, len(row.new)) for window, row in zip(windows, rows, strict=True)]
+        facts += [(1, 0, 0)] * (len(prompts) - len(rows))
         lengths, numbers, drawn = np.array(facts, np.int32).T
         found: DecodeState = self._run(_prefill, {"slots": slots}, prompts, lengths, drawn, numbers, np.int32(seed))
         return found
 
     def decode(self, state: DecodeState) -> tuple[np.ndarray, DecodeState]:
-        """Draw further tokens [rows, steps]."""
+        """Draw further tokens [rows of the batch, steps]."""
         tokens, state = self._run(decode, {"steps": _STEPS}, state)
         return np.asarray(tokens), state
 
     def score(self, input_BN: NDArray[np.int32], target_BN: NDArray[np.int32]) -> tuple[np.ndarray, np.ndarray]:
         """Return the log-probability [B, N] of each target, and whether it is the likeliest token."""
-        log_prob_BN, is_likeliest_BN = self._run(_score, {}, input_BN, target_BN)
-        return np.asarray(log_prob_BN), np.asarray(is_likeliest_BN)
+        rows = len(input_BN)
+        more = ((0, self._filled(rows) - rows), (0, 0))
+        found = self._run(_score, {}, np.pad(input_BN, more), np.pad(target_BN, more))
+        log_prob_BN, is_likeliest_BN = (np.asarray(each)[:rows] for each in found)
+        return log_prob_BN, is_likeliest_BN
+
+    def _filled(self, rows: int) -> int:
+        """Return the least number of rows that divides over the ranks with different texts."""
+        return -(-rows // self._where.batch_ranks) * self._where.batch_ranks
 
     def _run(self, function: Callable[..., Any], settings: dict[str, int], *arguments: Any) -> Any:
+        in_specs, out_specs = _SPECS[function]
+        if function is not decode:
+            arguments = tuple(map(self._where.put, arguments, in_specs))
         leaves = jax.tree.leaves(arguments)
         name = (function, *settings.values(), *((leaf.shape, leaf.dtype) for leaf in leaves))
         if name not in self._programs:
             begun = time.perf_counter()
             body = functools.partial(function, **settings, **self._settings)
-            mapped = jax.shard_map(body, mesh=self._mesh, in_specs=REPLICATED, out_specs=REPLICATED, check_vma=False)
+            specs = {"in_specs": (self._where.specs, *in_specs), "out_specs": out_specs}
+            mapped = jax.shard_map(body, mesh=self._where.mesh, **specs, check_vma=False)
             donated = (1,) if function is decode else ()  # its memory is used again
             program = jax.jit(mapped, donate_argnums=donated)
             self._programs[name] = program.lower(self._params, *arguments).compile()
@@ -169,7 +151,7 @@ class Generation:
             tokens = np.asarray(self._state.token_B)[:, None]
         else:
             tokens, self._state = self.decoder.decode(self._state)
-        for row, drawn in zip(self.rows, tokens.tolist(), strict=True):
+        for row, drawn in zip(self.rows, tokens.tolist(), strict=False):
             self._append(row, drawn)
         self.seconds += time.perf_counter() - begun - (self.decoder.compile_s - compiled)
         if self.first_token_s is None:
@@ -207,6 +189,15 @@ def _prefill(
 def _score(params: Any, input_BN: jax.Array, target_BN: jax.Array, *, sampling: Sampling, **settings: Any) -> Any:
     """Call `score`, which draws nothing."""
     return score(params, input_BN, target_BN, **settings)
+
+
+_spec_of: Any = DecodeState  # of a field each, instead of arrays
+_STATE = _spec_of(CACHE_SPEC, *[BATCH_SPEC] * 4)
+_SPECS: dict[Callable[..., Any], tuple[Any, Any]] = {  # of arguments after the parameters, and of results
+    _prefill: ((BATCH_SPEC, BATCH_SPEC, BATCH_SPEC, BATCH_SPEC, REPLICATED), _STATE),
+    decode: ((_STATE,), (BATCH_SPEC, _STATE)),
+    _score: ((BATCH_SPEC, BATCH_SPEC), (BATCH_SPEC, BATCH_SPEC)),
+}
 
 
 def shape_above(tokens: int) -> int:

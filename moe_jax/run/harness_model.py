@@ -1,7 +1,7 @@
 """A run with the methods of a model of lm-eval (EleutherAI's evaluation harness): text in, text or log-likelihoods out.
 
 Requests are objects with `args`, as lm-eval makes them; this module does not need the package. Log-likelihoods are
-computed in batches of sequences of similar lengths, on one device.
+computed in batches of sequences of similar lengths, on the devices that generate text.
 """
 
 from collections import defaultdict
@@ -20,6 +20,7 @@ from moe_jax.models.sampling import Sampling
 from moe_jax.parallel.trees import Params
 from moe_jax.run.generation import Decoder, shape_above
 from moe_jax.run.sample import check_prompt
+from moe_jax.run.sampling_mesh import SamplingMesh
 from moe_jax.run.text_generation import TextGenerator, TextSettings
 
 
@@ -102,7 +103,7 @@ class _Ending(NamedTuple):
 
 
 class HarnessModel:
-    """A model on one device with its tokenizer.
+    """A model with its tokenizer.
 
     A text begins with the tokens that begin a document of the run's data. No token is dropped, whatever capacity the
     model was trained with. With a `template`, contexts are what it has rendered: special tokens in them are themselves,
@@ -112,6 +113,7 @@ class HarnessModel:
     def __init__(
         self,
         config: Config,
+        where: SamplingMesh,
         params: Params,
         tokenizer: Tokenizer,
         ends: frozenset[int],
@@ -119,8 +121,9 @@ class HarnessModel:
         seed: int = 0,
         template: ChatTemplate | None = None,
     ):
-        """`ends` are the tokens that end a generated text."""
-        self._config, self._params, self._tokenizer = config, params, tokenizer
+        """`params` are those that `where` has loaded or placed. `ends` are the tokens that end a generated text."""
+        self._config, self._tokenizer = config, tokenizer
+        self._where, self._params = where, params
         self._ends, self._batch_size, self._seed = ends, batch_size, seed
         self.template = template
         self._decoders: dict[Sampling, Decoder] = {}
@@ -183,7 +186,7 @@ class HarnessModel:
 
     def _decoder(self, sampling: Sampling) -> Decoder:
         if sampling not in self._decoders:
-            self._decoders[sampling] = Decoder(self._config, self._params, sampling)
+            self._decoders[sampling] = Decoder(self._where, self._params, sampling)
         return self._decoders[sampling]
 
     @property

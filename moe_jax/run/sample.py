@@ -16,6 +16,7 @@ from moe_jax.errors import ConfigError
 from moe_jax.files.atomic import write_atomically
 from moe_jax.models.sampling import Sampling
 from moe_jax.run.generation import Decoder, Generation
+from moe_jax.run.sampling_mesh import SamplingMesh
 
 _INCOMPLETE = ("\ufffd", "\r")  # the begin of a character, or of a line break
 
@@ -76,9 +77,11 @@ def sample_tokens(
 ) -> NDArray[np.int32]:
     """Sample `count` tokens that follow a non-empty prompt.
 
-    `params` are on one device or on a mesh of this process, in the layout of the config's pipeline stages.
+    `params` are on a mesh of this process, in the layout of the config's pipeline stages.
     """
-    generation = Generation.of(Decoder(config, params, Sampling(temperature)), [prompt.tolist()], count, seed)
+    where = SamplingMesh.of(config)
+    decoder = Decoder(where, where.placed(params), Sampling(temperature))
+    generation = Generation.of(decoder, [prompt.tolist()], count, seed)
     while not generation.is_done:
         generation.advance()
     return np.array(generation.rows[0].new, np.int32)

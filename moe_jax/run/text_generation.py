@@ -89,7 +89,7 @@ class TextSettings:
 
 
 class TextGenerator:
-    """A model on one device with its tokenizer, and its chat template if it has one.
+    """A model with its tokenizer, and its chat template if it has one.
 
     The decoder draws by the sampling of the settings.
     """

@@ -1,4 +1,4 @@
-"""A bucket of Google Cloud Storage, served in memory to tensorstore's own driver."""
+"""A bucket of a store, served in memory to tensorstore's own driver."""
 
 from collections.abc import Iterator
 
@@ -6,14 +6,19 @@ import pytest
 
 from moe_jax import paths
 from moe_jax.files import local_copy, object_store
-from tests.gcs_server import Server, serving
+from tests.gcs_server import GcsHandler
+from tests.object_server import Server, serving
+from tests.s3_server import S3Handler
+
+_HANDLERS = {handler.scheme: handler for handler in (GcsHandler, S3Handler)}
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Server]:
-    with pytest.MonkeyPatch.context() as patch, serving() as server:
-        patch.setenv("TENSORSTORE_GCS_HTTP_URL", server.url)
-        patch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "token")
+def served(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """The server of a store, of Google's unless a test names another one."""
+    with pytest.MonkeyPatch.context() as patch, serving(_HANDLERS[getattr(request, "param", "gs")]) as server:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
         object_store._opened.cache_clear()
         yield server
         object_store._opened.cache_clear()

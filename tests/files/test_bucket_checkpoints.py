@@ -15,7 +15,7 @@ from moe_jax.files.upload import Uploads
 from moe_jax.run import bucket_lock, run_lock
 from moe_jax.run.bucket_lock import BucketLock
 from moe_jax.run.run_lock import Holder
-from tests.gcs_server import Server
+from tests.object_server import Server
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "profiling"))
 

@@ -11,7 +11,7 @@ from moe_jax.files.object_store import StoreError
 from moe_jax.files.places import all_uploaded_or_nothing, check_is_empty, output_folder, place_of
 from moe_jax.files.upload import Uploads, upload_now
 from moe_jax.paths import shown
-from tests.gcs_server import Server
+from tests.object_server import Server
 
 URL = "gs://bucket/runs/a"
 

@@ -6,77 +6,86 @@ import pytest
 
 from moe_jax.files import object_store
 from moe_jax.files.object_store import ABSENT, ObjectFolder, StoreError, is_outage
-from tests.gcs_server import Server
+from tests.object_server import Server
 
-FOLDER = ObjectFolder("gs://bucket/a")
+BOTH = pytest.mark.parametrize("served", ["gs", "s3"], indirect=True)
 
 
-def test_objects_are_written_read_listed_and_deleted(store: Server) -> None:
+@pytest.fixture
+def folder(store: Server) -> ObjectFolder:
+    return ObjectFolder(f"{store.bucket}/a")
+
+
+@BOTH
+def test_objects_are_written_read_listed_and_deleted(store: Server, folder: ObjectFolder) -> None:
     for name in ("x", "b/y z+#?%é", "b/z", "bc"):
-        FOLDER.write(name, name.encode())
+        folder.write(name, name.encode())
     store.objects["ab"] = (1, b"of another folder")
-    assert FOLDER.names() == ["b/y z+#?%é", "b/z", "bc", "x"]
-    assert FOLDER.names("b/") == ["b/y z+#?%é", "b/z"]
-    assert FOLDER.read("b/y z+#?%é").decode() == "b/y z+#?%é"
-    assert FOLDER.read("b/z", 1, 3) == b"/z"
-    assert [FOLDER.has("b/z", size) for size in (0, 3, 4)] == [True, True, False]
-    assert not FOLDER.has("none")
-    with pytest.raises(StoreError, match=r"^gs://bucket/a/none: it does not exist: name another one, or make the"):
-        FOLDER.read("none")
-    FOLDER.delete(["x", "none"])
+    assert folder.names() == ["b/y z+#?%é", "b/z", "bc", "x"]
+    assert folder.names("b/") == ["b/y z+#?%é", "b/z"]
+    assert folder.read("b/y z+#?%é").decode() == "b/y z+#?%é"
+    assert folder.read("b/z", 1, 3) == b"/z"
+    assert [folder.has("b/z", size) for size in (0, 3, 4)] == [True, True, False]
+    assert not folder.has("none")
+    with pytest.raises(StoreError, match=rf"^{folder}/none: it does not exist: name another one, or make the"):
+        folder.read("none")
+    folder.delete(["x", "none"])
     assert "a/x" not in store.objects
-    FOLDER.check(writes=True)
-    assert len(FOLDER.names()) == 3, "the check leaves nothing"
+    folder.check(writes=True)
+    assert len(folder.names()) == 3, "the check leaves nothing"
 
 
-def test_a_write_with_a_condition_is_made_once(store: Server) -> None:
-    assert FOLDER.read_versioned("x") == (None, ABSENT)
-    first = FOLDER.write_if(ABSENT, "x", b"1")
+@BOTH
+def test_a_write_with_a_condition_is_made_once(store: Server, folder: ObjectFolder) -> None:
+    assert folder.read_versioned("x") == (None, ABSENT)
+    first = folder.write_if(ABSENT, "x", b"1")
     assert first
-    assert FOLDER.write_if(ABSENT, "x", b"2") is None
-    second = FOLDER.write_if(first, "x", b"3")
-    assert FOLDER.write_if(first, "x", b"4") is None
-    assert FOLDER.read_versioned("x") == (b"3", second)
-    assert FOLDER.write_if(first, "x", None) is None
-    assert FOLDER.read("x") == b"3"
-    FOLDER.write_if(FOLDER.generation("x"), "x", None)
+    assert folder.write_if(ABSENT, "x", b"2") is None
+    second = folder.write_if(first, "x", b"3")
+    assert folder.write_if(first, "x", b"4") is None
+    assert folder.read_versioned("x") == (b"3", second)
+    assert folder.write_if(first, "x", None) is None
+    assert folder.read("x") == b"3"
+    folder.write_if(folder.generation("x"), "x", None)
     assert not store.objects
 
 
+@BOTH
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 16, 20])
 def test_an_object_is_downloaded_in_parts(
-    size: int, store: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    size: int, store: Server, folder: ObjectFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(object_store, "_PART_BYTES", 8)
     store.objects["a/x"] = (5, bytes(range(size)))
-    FOLDER.download("x", tmp_path / "x")
+    folder.download("x", tmp_path / "x")
     assert (tmp_path / "x").read_bytes() == bytes(range(size))
 
 
-def test_requests_that_fail_or_are_cut_off_are_made_again(store: Server) -> None:
-    FOLDER.write("x", content := bytes(range(100)))
+@BOTH
+def test_requests_that_fail_or_are_cut_off_are_made_again(store: Server, folder: ObjectFolder) -> None:
+    folder.write("x", content := bytes(range(100)))
     store.next_faults += ["cut", "unavailable"]
-    assert FOLDER.read("x") == content
+    assert folder.read("x") == content
     assert not store.next_faults, "or this test shows nothing"
 
 
+@BOTH
 def test_a_bucket_that_does_not_exist_and_a_store_that_does_not_answer(
-    store: Server, monkeypatch: pytest.MonkeyPatch
+    store: Server, folder: ObjectFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nowhere = ObjectFolder("gs://no-bucket/a")
+    nowhere = ObjectFolder(f"{store.bucket.replace('bucket', 'no-bucket')}/a")
     with pytest.raises(StoreError) as refused:
         nowhere.check(writes=True)
-    assert str(refused.value) == (
-        "gs://no-bucket/a/.moe_jax_can_write: it does not exist: name another one, or make the bucket no-bucket"
-    )
+    where = nowhere if store.bucket.startswith("s3") else nowhere / ".moe_jax_can_write"  # S3 refuses only the list
+    assert str(refused.value) == f"{where}: it does not exist: name another one, or make the bucket no-bucket"
     assert not is_outage(refused.value)
     monkeypatch.setattr(object_store, "FIRST_ANSWER_S", 0.3)
     store.faults = {"unavailable": 1.0}
     with pytest.raises(StoreError) as refused:
-        FOLDER.check(writes=False)
+        folder.check(writes=False)
     assert str(refused.value) == (
-        "gs://bucket/a/.moe_jax_can_write: no answer in 0.3 s: check the name and the network, and run gcloud auth "
-        "application-default login or set GOOGLE_APPLICATION_CREDENTIALS"
+        f"{folder}/.moe_jax_can_write: no answer in 0.3 s: check the name and the network, and "
+        + object_store._LOGIN[folder.url[:2]]
     )
     assert is_outage(refused.value)
 

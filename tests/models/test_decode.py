@@ -142,6 +142,7 @@ def texts_of(params, prompt_BN, length_B, steps, model, sampling=Sampling(), key
     """The tokens after each prompt: [B, steps + 1]."""
 
     def run(params, prompt_BN, length_B, key_B):
+        params = decode.unstacked(params, model, lambda leaf, _: list(leaf))
         settings = {"model": model, "compute": COMPUTE, "sampling": sampling}
         slots = prompt_BN.shape[1] + steps
         state = decode.prefill(params, prompt_BN, length_B, key_B, jnp.zeros_like(length_B), slots=slots, **settings)

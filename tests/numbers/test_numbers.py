@@ -42,7 +42,7 @@ OTHER = {
         "| 300 steps |": "measured once; no program makes it again",
     },
     "contributing.md": {"| everything |": NO_PROGRAM},
-    "clusters.md": {"| where |": "versions that were tried", "| torchrun |": SETTING},
+    "clusters.md": {"| where |": "versions that were tried", "| torchrun |": SETTING, "| engine |": SETTING},
     "convert.md": {
         "| `quantization_config` |": SETTING,
         "| | |": SETTING,

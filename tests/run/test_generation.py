@@ -14,6 +14,7 @@ from moe_jax.errors import DataError
 from moe_jax.models.sampling import Sampling
 from moe_jax.run.generation import Decoder, Generation
 from moe_jax.run.model_tokenizer import end_tokens
+from moe_jax.run.sampling_mesh import SamplingMesh
 from moe_jax.run.text_generation import Prompt, TextGenerator, TextSettings, read_prompts
 from tests.models.test_decode import MODEL
 from tests.small import first_params
@@ -24,6 +25,7 @@ CONFIG = Config(
     data=DataConfig(seq_len=CONTEXT),
     train=TrainConfig(compute_dtype="float32"),
 )
+WHERE = SamplingMesh.of(CONFIG)
 PROMPTS = [[3, 1, 4], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4], [5, 9, 2, 6, 5, 3]]
 
 
@@ -34,7 +36,7 @@ def params():
 
 @pytest.fixture(scope="module")
 def decoder(params):
-    return Decoder(CONFIG, params, Sampling(1.0, top_k=20))
+    return Decoder(WHERE, WHERE.placed(params), Sampling(1.0, top_k=20))
 
 
 def continued(decoder: Decoder, prompts: list[list[int]], first: int = 0, ends: tuple[int, ...] = ()) -> Generation:
@@ -68,7 +70,7 @@ def test_prompts_of_a_file_are_continued_in_batches(params, tmp_path):
     prompts = read_prompts(tmp_path / "a.jsonl", False, None)
 
     generator = TextGenerator(
-        CONFIG, Decoder(CONFIG, params, Sampling()), ByteTokenizer(), TextSettings(Sampling(), 12)
+        CONFIG, Decoder(WHERE, WHERE.placed(params), Sampling()), ByteTokenizer(), TextSettings(Sampling(), 12)
     )
 
     def lines(*stops: str) -> list[dict[str, object]]:

@@ -17,6 +17,7 @@ from moe_jax.data.tokenizer import ByteTokenizer
 from moe_jax.errors import ConfigError
 from moe_jax.run.harness import TaskResult, load_tasks, run_tasks
 from moe_jax.run.harness_model import HarnessModel, spans_of
+from moe_jax.run.sampling_mesh import SamplingMesh
 from tests.models.test_decode import MODEL, logits_of
 from tests.small import first_params
 
@@ -26,6 +27,7 @@ CONFIG = Config(
     data=DataConfig(seq_len=CONTEXT),
     train=TrainConfig(compute_dtype="float32"),
 )
+WHERE = SamplingMesh.of(CONFIG)
 END = ByteTokenizer.end_of_text
 
 
@@ -37,7 +39,7 @@ def params() -> Any:
 
 @pytest.fixture(scope="module")
 def model(params: Any) -> HarnessModel:
-    return HarnessModel(CONFIG, params, ByteTokenizer(), frozenset({END}), batch_size=3)
+    return HarnessModel(CONFIG, WHERE, WHERE.placed(params), ByteTokenizer(), frozenset({END}), batch_size=3)
 
 
 def requests(*arguments: tuple[Any, ...]) -> list[Any]:
@@ -200,7 +202,9 @@ def chat(params: Any, tmp_path: Path) -> HarnessModel:
         "{% if add_generation_prompt %}a:{% endif %}"
     )
     template = ChatTemplate(tmp_path)
-    return HarnessModel(CONFIG, params, BpeLike(), frozenset({END}), batch_size=3, template=template)
+    return HarnessModel(
+        CONFIG, WHERE, WHERE.placed(params), BpeLike(), frozenset({END}), batch_size=3, template=template
+    )
 
 
 def test_a_context_of_a_chat_has_special_tokens_and_none_twice(chat: HarnessModel, params: Any) -> None:
@@ -210,7 +214,7 @@ def test_a_context_of_a_chat_has_special_tokens_and_none_twice(chat: HarnessMode
     np.testing.assert_allclose(found[0], score(params, [1, *b"u:hey;a:"], [*b"no"])[0], rtol=1e-4)
     (rolling,) = chat.loglikelihood_rolling(requests(("<s>a",)))
     np.testing.assert_allclose(rolling, score(params, [1], [*b"<s>a"])[0], rtol=1e-4)
-    plain = HarnessModel(CONFIG, params, BpeLike(), frozenset({END}), batch_size=3)
+    plain = HarnessModel(CONFIG, WHERE, WHERE.placed(params), BpeLike(), frozenset({END}), batch_size=3)
     options = {"until": [";"], "max_gen_toks": 3}
     assert chat.generate_until(requests((context, options))) == plain.generate_until(requests(("u:hey;a:", options)))
 

@@ -14,11 +14,10 @@ from moe_jax.checkpoint.load import load_params
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.yaml_io import load_config
 from moe_jax.models.parameters import param_shapes
-from moe_jax.parallel.mesh import make_mesh
+from moe_jax.parallel.mesh import make_mesh, one_device_mesh
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.parallel.trees import Params
 from moe_jax.run import setup
-from moe_jax.run.generation import one_device_mesh
 from moe_jax.run.loop import train
 from moe_jax.step.context import State
 from moe_jax.step.expert_placement import params_in_order

@@ -14,9 +14,9 @@ from moe_jax.config.layer_layout import Stages
 from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import CheckpointError
 from moe_jax.models.parameters import param_shapes
+from moe_jax.parallel.mesh import one_device_mesh
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.rebalance.planner import num_copied
-from moe_jax.run.generation import one_device_mesh
 from moe_jax.run.loop import train
 from moe_jax.run.restore import restore_latest
 from moe_jax.run.setup import open_run

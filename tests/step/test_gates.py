@@ -12,7 +12,7 @@ from moe_jax.config.registry import GATE_FACTS
 from moe_jax.models.gates.inputs import EVALUATION
 from moe_jax.models.head import unembed
 from moe_jax.models.transformer import ComputeConfig, forward
-from moe_jax.run.generation import one_device_mesh
+from moe_jax.parallel.mesh import one_device_mesh
 from moe_jax.run.sample import sample_tokens
 from tests.models.test_decode import on_one_device
 from tests.small import first_params, small_config, tokens_of

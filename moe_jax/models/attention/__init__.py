@@ -18,7 +18,7 @@ from moe_jax.models.attention.core import AttentionImpl
 from moe_jax.models.layers import block_norm, scaled
 from moe_jax.parallel.context import context_ranks
 from moe_jax.parallel.mesh import Axis
-from moe_jax.parallel.sequence_shards import tp_reduce_scatter
+from moe_jax.parallel.sequence_shards import tp_reduce_scatter, tp_sum
 
 
 class AttentionKind(NamedTuple):
@@ -102,14 +102,14 @@ def attend_cached(
     model: ModelConfig,
     view: AttentionView,
 ) -> tuple[Float[Array, "B N D"], Any]:
-    """Return the same for N further tokens of each sequence, and the updated cache. Runs on one tensor rank.
+    """Return the same for N further tokens of each sequence, and the updated cache.
 
-    The first of them are at `position_B`, and see the cached tokens before them. Later tokens of a sequence see the
-    first `count_B` of them; others fill up a batch.
+    Every tensor rank has all N tokens, and the cache of its own heads. The first token of a sequence is at `position_B`
+    and sees the cached tokens before it. Later tokens see the first `count_B`; others fill up a batch.
     """
     h_BND = block_norm(params, x_BND, model)
     out_BNHV, cache = kind_of(model, view).cached_heads(params, h_BND, cache, position_B, count_B, model, view)
-    return _residual(params, _project_output(params, out_BNHV), model), cache
+    return _residual(params, tp_sum(_project_output(params, out_BNHV)), model), cache
 
 
 def _residual(params: Any, y_BND: Float[Array, "B N D"], model: ModelConfig) -> Float[Array, "B N D"]:

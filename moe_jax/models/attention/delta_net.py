@@ -20,7 +20,7 @@ from moe_jax.models.attention import delta_rule
 from moe_jax.models.attention.causal_conv import convolved, last_features
 from moe_jax.models.attention.core import AttentionImpl
 from moe_jax.models.layers import rms_norm
-from moe_jax.parallel.sequence_shards import own_share, tp_all_gather
+from moe_jax.parallel.sequence_shards import own_count, own_share, tp_all_gather
 
 _EPS = 1e-6  # of the L2 norms of queries and keys
 _WEIGHTS = ("conv", "decay_log", "step_bias", "value_norm")  # those that are not in matrix products
@@ -71,11 +71,12 @@ def heads(
 
 
 def first_cache(model: ModelConfig, batch: int, length: int, dtype: Any) -> Cache:
-    """Return the cache before the first token. Its size does not depend on the length of the sequence."""
+    """Return this rank's cache before the first token. Its size does not depend on the length of the sequence."""
     delta = model.delta_net
-    state = batch, delta.key_heads, delta.group, delta.key_head_dim, delta.value_head_dim
+    heads = own_count(delta.key_heads)
+    state = batch, heads, delta.group, delta.key_head_dim, delta.value_head_dim
     features = 2 * delta.key_head_dim + delta.group * delta.value_head_dim
-    return Cache(jnp.zeros(state), jnp.zeros((batch, delta.conv_kernel_dim - 1, delta.key_heads, features), dtype))
+    return Cache(jnp.zeros(state), jnp.zeros((batch, delta.conv_kernel_dim - 1, heads, features), dtype))
 
 
 def cached_heads(

@@ -19,7 +19,7 @@ from moe_jax.models.attention.over_context import FORMS
 from moe_jax.models.layers import norm, norm_weight, rms_norm
 from moe_jax.models.rope import logit_scale, rotate
 from moe_jax.parallel.context import context_ranks, own_positions
-from moe_jax.parallel.sequence_shards import tp_all_gather
+from moe_jax.parallel.sequence_shards import own_count, tp_all_gather
 
 Cache = tuple[Float[Array, "B S G K"], Float[Array, "B S G K"]]
 
@@ -52,8 +52,8 @@ def heads(
 
 
 def first_cache(model: ModelConfig, batch: int, length: int, dtype: Any) -> Cache:
-    """Return an empty cache of keys and values."""
-    shape = (batch, length, model.kv_heads, model.head_width)
+    """Return an empty cache of this rank's keys and values."""
+    shape = (batch, length, own_count(model.kv_heads), model.head_width)
     return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
 
 

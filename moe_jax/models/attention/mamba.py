@@ -20,7 +20,7 @@ from moe_jax.config import AttentionView, MambaConfig, ModelConfig
 from moe_jax.models.attention import ssd
 from moe_jax.models.attention.causal_conv import convolved, last_features
 from moe_jax.models.attention.core import AttentionImpl
-from moe_jax.parallel.sequence_shards import own_share, tp_all_gather, tp_sum
+from moe_jax.parallel.sequence_shards import own_count, own_share, tp_all_gather, tp_sum
 
 _CONVOLVED = ("value", "key", "query")  # the parts of the features, in their order
 _WEIGHTS = (
@@ -73,10 +73,11 @@ def heads(
 
 
 def first_cache(model: ModelConfig, batch: int, length: int, dtype: Any) -> Cache:
-    """Return the cache before the first token. Its size does not depend on the length of the sequence."""
+    """Return this rank's cache before the first token. Its size does not depend on the length of the sequence."""
     mamba = model.mamba
-    state = batch, mamba.n_groups, (mamba.num_heads or 0) // mamba.n_groups, mamba.d_state, mamba.head_dim
-    features = mamba.value_width + 2 * mamba.group_width
+    heads, groups = own_count(mamba.num_heads or 0), 1 if mamba.n_groups == 1 else own_count(mamba.n_groups)
+    state = batch, groups, heads // groups, mamba.d_state, mamba.head_dim
+    features = heads * mamba.head_dim + 2 * groups * mamba.d_state
     return Cache(jnp.zeros(state), jnp.zeros((batch, mamba.d_conv - 1, features), dtype))
 
 
