@@ -140,14 +140,19 @@ def _plans() -> list[Piece]:
 def _drafts() -> list[Piece]:
     found = result("mtp_acceptance")
     without, module = found["runs"]["next token"], found["runs"]["two tokens"]
-    compiled = variants("compiled_mtp_h100_1x1x8")
-    plain, more = compiled["unified"], compiled["unified+model.num_nextn_predict_layers=1"]
+    h100, v5p = (variants(f"compiled_mtp_{target}").values() for target in ("h100_1x1x8", "v5p_2x2x2"))
+    (plain, more), (v5p_plain, v5p_more) = h100, v5p
     return [
         (
             "models.md",
             f"exposes {more['exposed']:.2f} of {more['communication']} ms of communication with the module, and "
             f"{plain['exposed']:.2f} of {plain['communication']} without, in an estimated {more['step']:.1f} and "
             f"{plain['step']:.1f} ms",
+        ),
+        (
+            "models.md",
+            f"exposes {v5p_more['exposed']} of {v5p_more['communication']} ms with the module, and "
+            f"{v5p_plain['exposed']:.2f} of {v5p_plain['communication']} without",
         ),
         ("models.md", f"`python profiling/mtp_acceptance.py {found['steps']}`"),
         (
