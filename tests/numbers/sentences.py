@@ -226,7 +226,21 @@ def _recovery_and_tuning() -> list[Piece]:
     ]
 
 
+def _generate() -> list[Piece]:
+    speed = result("generate_speed")
+    one, eight = (speed[f"batch_{size}"] for size in (1, 8))
+    assert one["equal_tokens"]
+    assert eight["equal_tokens"]
+    return [
+        ("generate.md", f"{speed['parameters'] / 1e6:.0f} million parameters"),
+        ("generate.md", f"prompts of {speed['prompt_tokens']} tokens, {speed['new_tokens']} tokens after each"),
+        ("generate.md", f"is {one['cpu_time_ratio']['median']:.2f} × shorter"),
+        ("generate.md", f"with one prompt, and {eight['cpu_time_ratio']['median']:.2f} × with eight"),
+    ]
+
+
 SENTENCES = [
+    *_generate(),
     *_readme(),
     *_scope(),
     *_exchange(),
