@@ -21,6 +21,7 @@ from moe_jax.step.expert_placement import slots_of
 from moe_jax.step.trainer import Trainer, make_trainer
 from tests import references
 from tests.compiled import run_checked
+from tests.muon_reference import first_update
 from tests.small import tokens_of
 from tests.step.gradients import mesh_of, state_with
 from tests.step.test_migration import moved, random_slots
@@ -91,7 +92,7 @@ def trained(config: Config) -> Step:
     trainer = make_trainer(config, mesh_of(config))
     replayed = (None, *record_of(config)) if config.train.replay_routing else ()
     state, metrics = run_checked(trainer.step, first_state(config, trainer), batch_of(config), *replayed)
-    trees = {"params": state["params"], "mu": optax.tree_utils.tree_get(state["optimizer"], "mu")}
+    trees = {"params": state["params"], "mu": first_moments(state["optimizer"])}
     trees, stages = jax.tree.map(jnp.asarray, trees), Stages.of(config)
     if "placement" in state:
         trees = by_expert(trees, jnp.asarray(slots_of(state)), stages)
@@ -104,6 +105,21 @@ def trained(config: Config) -> Step:
     if config.model.moe.num_experts:
         names += (*LOSSES, "expert_load", "block_dropped_fraction")
     return Step({name: metrics[name] for name in names}, by_path(trees["mu"]), by_path(trees["params"]))
+
+
+def first_moments(state: Any) -> Any:
+    """Of each parameter, by whichever optimizer updates it."""
+    found = [moments for _, moments in optax.tree_utils.tree_get_all_with_path(state, "mu")]
+
+    def is_left_out(leaf: Any) -> bool:
+        return isinstance(leaf, optax.MaskedNode)
+
+    def own(*leaves: Any) -> Any:
+        owned = [leaf for leaf in leaves if not is_left_out(leaf)]
+        assert len(owned) <= 1
+        return owned[0] if owned else leaves[0]  # biases of routers follow loads
+
+    return jax.tree.map(own, *found, is_leaf=is_left_out)
 
 
 def record_of(config: Config, seed: int = 0) -> list[np.ndarray]:
@@ -178,8 +194,8 @@ def reference(config: Config) -> Step:
     norm = math.sqrt(sum(np.square(leaf).sum() for leaf in grad.values()))
     pairs_M1 = count_ME.sum(axis=1, keepdims=True)
     shares = {"expert_load": count_ME / pairs_M1, "block_dropped_fraction": num_dropped_M / pairs_M1[:, 0]}
-    learned = jax.tree.map(
-        lambda leaf, *each: leaf - RATE * (own := sum(each) / parts) / (np.abs(own) + EPS),
+    learned = jax.tree.map_with_path(
+        lambda path, leaf, *each: leaf - RATE * _update(path, sum(each) / parts, config),
         *(some_params(config.model), *grads),
     )
     if config.optimizer.qk_clip is not None:
@@ -187,6 +203,15 @@ def reference(config: Config) -> Step:
         shares["max_attention_logit"] = largest_LH.max()
         learned = clipped(learned, largest_LH, config)
     return Step(mean | shares | {"grad_norm": norm}, grad, by_path(learned))
+
+
+def _update(path: Any, grad: np.ndarray, config: Config) -> np.ndarray:
+    """What the first step subtracts, over the learning rate."""
+    by_adamw = grad / (np.abs(grad) + EPS)
+    if config.optimizer.name == "adamw":
+        return by_adamw
+    by_muon = first_update([str(getattr(key, "key", key)) for key in path], grad)
+    return by_adamw if by_muon is None else by_muon
 
 
 def clipped(params: Any, largest_LH: np.ndarray, config: Config) -> Any:

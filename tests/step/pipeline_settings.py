@@ -61,7 +61,7 @@ FACTORS: dict[str, dict[str, str]] = {
         "loss_chunks": "train.loss_chunk=5",
         "mtp": "model.num_nextn_predict_layers=1 train.mtp_loss_scaling_factor=0.3",
     },
-    "logits": {"any_logits": "", "qk_clip": "optimizer.qk_clip=1"},
+    "optimizer": {"adamw": "", "muonclip": "optimizer.name=muon optimizer.qk_clip=1"},
 }
 
 
@@ -83,7 +83,7 @@ REFUSED: Pairs = [
     {"mesh": "no_stages", "order": ("gpipe", "zero_bubble", "coscheduled_split")},
     {"mesh": "no_stages", "chunks": "two_chunks"},
     {"mesh": "p2c2", "blocks": "delta_nets"},
-    {"logits": "qk_clip", "blocks": "delta_nets"},
+    {"optimizer": "muonclip", "blocks": "delta_nets"},
     {"mesh": "p4d2", "experts": ("moved", "copied")},
     {"gate": "by_score", "cut": ("unified2", "unified2b1")},
     {"gate": "by_score", "experts": "copied"},

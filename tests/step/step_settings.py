@@ -139,7 +139,7 @@ FACTORS: dict[str, dict[str, str]] = {
         "mtp": "model.num_nextn_predict_layers=1 train.mtp_loss_scaling_factor=0.2 "
         "train.mtp_loss_schedule=[[3,0.7],[6,0.4],[7,0.1]]",
     },
-    "logits": {"any_logits": "", "qk_clip": "optimizer.qk_clip=1"},
+    "optimizer": {"adamw": "", "muonclip": "optimizer.name=muon optimizer.qk_clip=1"},
     "routing": {"chosen": "", "replayed": "train.replay_routing=record"},
 }
 
@@ -182,8 +182,8 @@ REFUSED: Pairs = [
     {"gate": "sparsemixer", "mtp": "mtp"},
     {"gate": "on_input", "attention": ("latent", "sinks", "normed")},
     {"attention": ("delta_nets", "mamba"), "mesh": ("c2e2", "c2e2_shared", "c2t2")},
-    {"attention": ("normed", "delta_nets", "mamba"), "logits": "qk_clip"},
-    {"gate": "on_input", "logits": "qk_clip"},
+    {"attention": ("normed", "delta_nets", "mamba"), "optimizer": "muonclip"},
+    {"gate": "on_input", "optimizer": "muonclip"},
     {"routing": "replayed", "gate": but("gate", "softmax", "sigmoid", "on_input", "v3")},
     {"routing": "replayed", "mtp": "mtp"},
 ]

@@ -22,9 +22,10 @@ from moe_jax.models.parameters import in_order, param_dims, stored
 from moe_jax.step.context import StepContext
 from moe_jax.step.optimizer import make_optimizer, state_partitions
 from moe_jax.step.optimizers import OPTIMIZERS
-from moe_jax.step.optimizers.muon import COEFFICIENTS, orthogonalized
+from moe_jax.step.optimizers.muon import orthogonalized
 from moe_jax.step.optimizers.protocol import Parameter
 from tests.compiled import run_checked
+from tests.muon_reference import newton_schulz
 from tests.small import first_params, small_config
 from tests.step.gradients import mesh_of
 
@@ -61,15 +62,6 @@ def trained(config: Config) -> Any:
 @functools.cache
 def trained_once(config: Config) -> Any:
     return trained(config)
-
-
-def newton_schulz(x_rc: np.ndarray, steps: int) -> np.ndarray:
-    a, b, c = COEFFICIENTS
-    x_rc = x_rc / np.linalg.norm(x_rc)
-    for _ in range(steps):
-        gram_rr = x_rc @ x_rc.T
-        x_rc = a * x_rc + (b * gram_rr + c * gram_rr @ gram_rr) @ x_rc
-    return x_rc
 
 
 class Reference:
