@@ -68,12 +68,12 @@ REFUSED = {
     "optimizer.beta2=1": "optimizer.beta2=1.0 must be at least 0 and below 1",
     "optimizer.final_fraction=1.5": "optimizer.final_fraction=1.5 must be at most 1",
     "data.validation_fraction=1": "data.validation_fraction=1.0 must lie between 0 and 1",
-    "data.path=": "data.path is empty: name a .txt, .jsonl or .parquet file, or a prepared folder",
+    "data.path=": "data.path is empty: name a .txt, .jsonl, .parquet or .array_record file, or a prepared folder",
     "data.tokenizer=": "data.tokenizer is empty: use bytes, or name a folder with a tokenizer.json",
     "data.text_key=": "data.text_key is empty: name the field or column with the text",
     "data.path=null": (
         "data.path=null and data.sources=[] name no text: "
-        "name a .txt, .jsonl or .parquet file, or a prepared folder by data.path"
+        "name a .txt, .jsonl, .parquet or .array_record file, or a prepared folder by data.path"
     ),
     'data.path=x.txt data.sources=[{"path":"a","weight":1}]': (
         "data.path=x.txt and data.sources are both set: use data.path=null to train on the sources, or "
@@ -91,7 +91,8 @@ REFUSED = {
             ("a", "data.sources[0]='a' must be a section with keys path, weight, weight_schedule, name"),
             (
                 '{"path":"","weight":1}',
-                "data.sources[0].path is empty: name a .txt, .jsonl or .parquet file, or a prepared folder",
+                "data.sources[0].path is empty: name a .txt, .jsonl, .parquet or .array_record file, or a prepared "
+                "folder",
             ),
             (
                 '{"path":"a","weight":1,"name":""}',

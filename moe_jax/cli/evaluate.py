@@ -102,8 +102,8 @@ def _arguments() -> argparse.Namespace:
         action="append",
         default=[],
         metavar="TEXT",
-        help="a .txt, .jsonl or .parquet file, a saved dataset, or a prepared folder, of which the validation part is "
-        "used; may be repeated (default, without --tasks: the validation part of the run's data)",
+        help="a .txt, .jsonl, .parquet or .array_record file, a saved dataset, or a prepared folder, of which the "
+        "validation part is used; may be repeated (default, without --tasks: the validation part of the run's data)",
     )
     parser.add_argument(
         "--batches",

@@ -1,4 +1,6 @@
-"""Text files whose documents can be read in any order: lines of a .jsonl file, rows of a .parquet file or a dataset."""
+"""Text files whose documents can be read in any order: lines of a .jsonl file, rows of a .parquet file or a dataset,
+records of an .array_record file.
+"""
 
 import functools
 import os
@@ -10,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from moe_jax.data.array_record_files import ArrayRecords
 from moe_jax.data.saved_dataset import arrow_columns, arrow_files
 from moe_jax.data.text_files import (
     arrow_texts,
@@ -18,6 +21,7 @@ from moe_jax.data.text_files import (
     no_parquet,
     opened_bytes,
     parsed,
+    text_of_array_record,
     text_of_record,
 )
 from moe_jax.data.tokenizer import optional_package
@@ -32,7 +36,7 @@ _CHANGED = "has changed since its tokens were counted: start again when nothing 
 
 
 class DocumentSpan(NamedTuple):
-    """Where a document is: the first byte of its line and their number, or the number of its row and 1."""
+    """Where a document is: the first byte of its line and their number, or the number of its row or record and 1."""
 
     first: int
     length: int
@@ -62,7 +66,12 @@ def open_documents(file: Path, text_key: str) -> Documents:
         check_regular(file)
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror}") from None
-    return ParquetDocuments(file, text_key) if file.name.lower().endswith(".parquet") else JsonDocuments(file, text_key)
+    match file.suffix.lower():
+        case ".parquet":
+            return ParquetDocuments(file, text_key)
+        case ".array_record":
+            return ArrayRecordDocuments(file, text_key)
+    return JsonDocuments(file, text_key)
 
 
 class JsonDocuments:
@@ -96,6 +105,27 @@ class JsonDocuments:
 
     def _text(self, where: str, line: bytes) -> str:
         return text_of_record(where, self._key, parsed(where, line), _OPTION)
+
+
+class ArrayRecordDocuments:
+    """The documents of an .array_record file: one a record."""
+
+    def __init__(self, file: Path, text_key: str):
+        self.file, self._key, self._records = file, text_key, ArrayRecords(file)
+
+    @property
+    def files(self) -> list[Path]:
+        return [self.file]
+
+    def __iter__(self) -> Iterator[tuple[DocumentSpan, str]]:
+        for index in range(len(self._records)):
+            place = DocumentSpan(index, 1)
+            if text := self.read(place):
+                yield place, text
+
+    def read(self, place: DocumentSpan) -> str:
+        where = f"{self.file}, record {place.first}"
+        return text_of_array_record(where, self._key, self._records.read(place.first), _OPTION)
 
 
 class ParquetDocuments:

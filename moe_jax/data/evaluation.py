@@ -24,9 +24,9 @@ _MOST_BYTES = 2**32  # of a .txt file
 
 
 def text_samples(file: Path, data: DataConfig, tokenizer: Tokenizer, setting: str) -> Samples:
-    """Return the samples of a whole .txt, .jsonl or .parquet file, encoded at once; a .txt file is one document.
+    """Return the samples of a whole .txt, .jsonl, .parquet or .array_record file, encoded at once.
 
-    `setting` names the file in messages. Raises DataError.
+    A .txt file is one document. `setting` names the file in messages. Raises DataError.
     """
     tokens = np.array([token for part in _encoded(file, data, tokenizer) for token in part], np.int32)
     if len(tokens) < 2:

@@ -96,8 +96,8 @@ def open_tokens(data: DataConfig, vocab_size: int, names: Sequence[str] | None =
         value, unset = getattr(data, name), getattr(DataConfig, name)
         if value != unset and not any(is_text(source.path) for source in data.mixture):
             raise DataError(
-                f"data.{name}={value} is for .jsonl and .parquet files and saved datasets, and no source is one: "
-                f"use data.{name}={unset}"
+                f"data.{name}={value} is for .jsonl, .parquet and .array_record files and saved datasets, and no "
+                f"source is one: use data.{name}={unset}"
             )
     return tuple(_open_source(number, data, setting) for number, setting in numbered)
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
+from moe_jax.data.array_record_files import ArrayRecords, features_of
 from moe_jax.data.saved_dataset import arrow_columns, arrow_files, no_arrow
 from moe_jax.data.tokenizer import optional_package
 from moe_jax.data.tokens import (
@@ -225,6 +226,24 @@ def text_of_record(where: str, text_key: str, record: object, option: str = "--t
     return checked_text(where, text_key, record[text_key], option)
 
 
+def text_of_array_record(where: str, text_key: str, record: bytes, option: str = "--text-key") -> str:
+    """The text in a record of an .array_record file, a JSON object or a tf.train.Example. Raises DataError."""
+    try:
+        found = parsed(where, record) if record.startswith(b"{") else features_of(where, record)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where} is not UTF-8 ({error.reason}): repair or remove it") from None
+    return text_of_record(where, text_key, found, option)
+
+
+def _read_array_records(file: Path, text_key: str) -> Iterator[Piece]:
+    """An .array_record file has one document per record."""
+    records = ArrayRecords(file)
+    for index in range(len(records)):
+        if text := text_of_array_record(f"{file}, record {index}", text_key, records.read(index)):
+            yield text
+            yield None
+
+
 def _read_parquet(file: Path, text_key: str) -> Iterator[Piece]:
     """A .parquet file has one document per row, in the column `text_key`."""
     arrow, parquet = optional_package("pyarrow"), optional_package("pyarrow.parquet")
@@ -272,6 +291,7 @@ _READERS: dict[str, Callable[[Path, str], Iterator[Piece]]] = {
     ".json": _read_json,
     ".parquet": _read_parquet,
     ".arrow": _read_arrow,
+    ".array_record": _read_array_records,
     f".txt{_GZIP}": _read_txt,
     f".jsonl{_GZIP}": _read_jsonl,
     f".json{_GZIP}": _read_json,
@@ -282,7 +302,7 @@ _RECORD_READERS: dict[str | None, Callable[[Path], Iterator[tuple[str, Any]]]] =
     f".jsonl{_GZIP}": _jsonl_records,
     f".json{_GZIP}": _json_records,
 }
-_KINDS = ".txt, .jsonl, .json or .parquet"
+_KINDS = ".txt, .jsonl, .json, .parquet or .array_record"
 
 
 def _kind(path: Path) -> str | None:

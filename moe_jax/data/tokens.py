@@ -113,12 +113,13 @@ def find_data(path: str | Path, setting: str = "data.path") -> Path:
         cure = (
             f"did you mean {path.parent / near[0]}?"
             if near
-            else "name a .txt, .jsonl or .parquet file, or a prepared folder"
+            else "name a .txt, .jsonl, .parquet or .array_record file, or a prepared folder"
         )
         raise DataError(f"{setting}={path} does not exist: {cure}")
     if not path.is_dir() and path.suffix not in (".txt", *TEXT_SUFFIXES):
         raise DataError(
-            f"{setting}={path} is no folder, .txt, .jsonl or .parquet file: prepare it with scripts/prepare_text.py"
+            f"{setting}={path} is no folder, .txt, .jsonl, .parquet or .array_record file: prepare it with "
+            "scripts/prepare_text.py"
         )
     check_has_one_split(path, f"{setting}={path}")
     return path

@@ -28,7 +28,7 @@ LOCK = "lock"  # neither is this file
 _AT_A_TIME = 8  # files
 _UNFINISHED = ".part"
 _LARGE = (".safetensors", ".bin")  # files of models and of prepared data
-_TEXTS = (".txt", ".jsonl", ".parquet")  # texts as data; in the folder of a model .txt files are small
+_TEXTS = (".txt", ".jsonl", ".parquet", ".array_record")  # texts as data; in the folder of a model .txt files are small
 _KEPT = "generations.json"  # of the objects in a folder of the cache
 
 Stamps = dict[str, tuple[int, int]]  # time of modification in ns and size of each file, by name

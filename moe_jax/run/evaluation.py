@@ -233,8 +233,9 @@ _OPTION = "--data"
 
 
 def open_texts(names: Sequence[str], config: Config, run: Path) -> list[Text]:
-    """Open .txt, .jsonl and .parquet files, of which all text is used, and prepared folders, of which the validation
-    part is. Raises UserError.
+    """Open .txt, .jsonl, .parquet and .array_record files, of which all text is used, and prepared folders.
+
+    Of these the validation part is used. Raises UserError.
     """
     texts = [_open_text(name, config, run) for name in names]
     called = [text.name for text in texts]

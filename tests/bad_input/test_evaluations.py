@@ -17,7 +17,8 @@ REFUSED = [
     (
         "a page",
         "--data page.html",
-        "--data=page.html is no folder, .txt, .jsonl or .parquet file: prepare it with scripts/prepare_text.py",
+        "--data=page.html is no folder, .txt, .jsonl, .parquet or .array_record file: prepare it with "
+        "scripts/prepare_text.py",
     ),
     (
         "a folder of something else",

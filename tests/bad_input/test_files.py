@@ -5,18 +5,23 @@ import pytest
 from tests.bad_input.cases import Refusal, cases
 
 DATA = [
-    ("no text", "data.path=", "data.path is empty: name a .txt, .jsonl or .parquet file, or a prepared folder"),
+    (
+        "no text",
+        "data.path=",
+        "data.path is empty: name a .txt, .jsonl, .parquet or .array_record file, or a prepared folder",
+    ),
     ("a missing text", "data.path=txt.txt", "data.path=txt.txt does not exist: did you mean text.txt?"),
     (
         "a missing folder",
         "data.path=a/b/c",
-        "data.path=a/b/c does not exist: name a .txt, .jsonl or .parquet file, or a prepared folder",
+        "data.path=a/b/c does not exist: name a .txt, .jsonl, .parquet or .array_record file, or a prepared folder",
     ),
     ("an empty text", "data.path=empty.txt", "empty.txt is empty: give some text"),
     (
         "another kind of file",
         "data.path=page.html",
-        "data.path=page.html is no folder, .txt, .jsonl or .parquet file: prepare it with scripts/prepare_text.py",
+        "data.path=page.html is no folder, .txt, .jsonl, .parquet or .array_record file: prepare it with "
+        "scripts/prepare_text.py",
     ),
     (
         "a text shorter than a sequence",
@@ -108,7 +113,7 @@ PREPARED = [
     (
         "prepare_text: a missing text",
         "prepare_text nowhere out",
-        "nowhere does not exist: name a folder or a .txt, .jsonl, .json or .parquet file",
+        "nowhere does not exist: name a folder or a .txt, .jsonl, .json, .parquet or .array_record file",
     ),
     (
         "prepare_text: an empty text",
@@ -123,7 +128,7 @@ PREPARED = [
     (
         "prepare_text: another kind of file",
         "prepare_text page.html out",
-        "page.html holds no .txt, .jsonl, .json or .parquet file: convert the text to one of them",
+        "page.html holds no .txt, .jsonl, .json, .parquet or .array_record file: convert the text to one of them",
     ),
     (
         "prepare_text: damaged JSON",

@@ -171,7 +171,8 @@ SAMPLED = [
         "the text is gone, and with it the tokenizer",
         "gone/text.txt",
         "",
-        "data.path=gone/text.txt does not exist: name a .txt, .jsonl or .parquet file, or a prepared folder",
+        "data.path=gone/text.txt does not exist: name a .txt, .jsonl, .parquet or .array_record file, or a "
+        "prepared folder",
     ),
     (
         "the tokenizer is gone",

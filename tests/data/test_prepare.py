@@ -291,7 +291,12 @@ def test_the_same_text_gives_the_same_files(tmp_path: Path) -> None:
             {},
             "{in} begins with 4096 bytes of zero, which are no text: make or copy it again",
         ),
-        ("in.md", "a", {}, "{in} holds no .txt, .jsonl, .json or .parquet file: convert the text to one of them"),
+        (
+            "in.md",
+            "a",
+            {},
+            "{in} holds no .txt, .jsonl, .json, .parquet or .array_record file: convert the text to one of them",
+        ),
         (
             "in.txt",
             b"caf\xe9 noir",
@@ -400,12 +405,13 @@ def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         prepare_text(tmp_path, tmp_path / "out")
     assert (
-        str(error.value) == f"{tmp_path} holds no .txt, .jsonl, .json or .parquet file: convert the text to one of them"
+        str(error.value)
+        == f"{tmp_path} holds no .txt, .jsonl, .json, .parquet or .array_record file: convert the text to one of them"
     )
     with pytest.raises(DataError) as error:
         prepare_text(tmp_path / "no", tmp_path / "out")
     assert str(error.value) == (
-        f"{tmp_path}/no does not exist: name a folder or a .txt, .jsonl, .json or .parquet file"
+        f"{tmp_path}/no does not exist: name a folder or a .txt, .jsonl, .json, .parquet or .array_record file"
     )
 
 

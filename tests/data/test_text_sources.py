@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
+from array_record.python import array_record_module
 
 from moe_jax.config import Config, DataConfig, TrainConfig
 from moe_jax.config.sections import DataSource
@@ -26,6 +27,7 @@ from moe_jax.run.model_tokenizer import check_tokens, tokenizer_of_run
 
 WORDS = ["to", "be", "or", "not", "that", "is", "the", "question", "whether", "tis", "nobler", "in", "mind"]
 SEQ_LEN = 8
+SUFFIXES = (".jsonl", ".parquet", ".array_record", ".saved")
 
 
 def texts(count: int = 60) -> list[str | None]:
@@ -39,6 +41,8 @@ def texts(count: int = 60) -> list[str | None]:
 def write(file: Path, documents: Sequence[str | None]) -> Path:
     if file.suffix == ".saved":
         return save_dataset(file, documents)
+    if file.suffix == ".array_record":
+        return write_records(file, [record_of(n, document) for n, document in enumerate(documents)])
     if file.suffix == ".parquet":
         parquet.write_table(pa.table({"body": list(documents), "n": range(len(documents))}), file, row_group_size=7)
     else:
@@ -47,6 +51,37 @@ def write(file: Path, documents: Sequence[str | None]) -> Path:
         )
         file.write_text("\ufeff" + lines, encoding="utf-8")  # no line break at the end
     return file
+
+
+def write_records(file: Path, records: Sequence[bytes]) -> Path:
+    writer = array_record_module.ArrayRecordWriter(str(file), "group_size:3")
+    for record in records:
+        writer.write(record)
+    writer.close()
+    return file
+
+
+def record_of(number: int, document: str | None) -> bytes:
+    """JSON, or for every other one that can have it a protocol buffer."""
+    if number % 2 and document is not None:
+        return example({"n": number, "body": document})
+    return json.dumps({"n": number, "body": document}).encode()
+
+
+def example(features: dict[str, object]) -> bytes:
+    """A tf.train.Example, by the format's definition."""
+
+    def field(number: int, content: bytes) -> bytes:
+        size, left = b"", len(content)
+        while left > 127:
+            size, left = size + bytes([left & 127 | 128]), left >> 7
+        return bytes([number << 3 | 2]) + size + bytes([left]) + content
+
+    entries = b""
+    for name, value in features.items():
+        feature = field(3, field(1, bytes([value]))) if isinstance(value, int) else field(1, field(1, value.encode()))
+        entries += field(1, field(1, name.encode()) + field(2, feature))
+    return field(1, entries)
 
 
 def save_dataset(folder: Path, documents: Sequence[str | None], batch: int = 7, files: int = 3) -> Path:
@@ -67,7 +102,7 @@ def save_dataset(folder: Path, documents: Sequence[str | None], batch: int = 7, 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("texts")
-    for suffix in (".jsonl", ".parquet", ".saved"):
+    for suffix in SUFFIXES:
         write(folder / f"text{suffix}", texts())
     prepare_text(folder / "text.jsonl", folder / "bpe", tokenizer="bpe", vocab_size=300, text_key="body")
     return folder
@@ -77,7 +112,7 @@ def data_of(path: Path, **settings: object) -> DataConfig:
     return DataConfig(**{"path": str(path), "seq_len": SEQ_LEN, "text_key": "body"} | settings)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".saved"])
+@pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
 @pytest.mark.parametrize("fraction", [0.1, 0.37])
 def test_samples_are_those_of_the_prepared_folder(
@@ -153,7 +188,7 @@ def refusal(settings: DataConfig) -> str:
 def test_what_cannot_be_encoded_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = folder / "text.jsonl"
     assert refusal(data_of(folder / "bpe")) == (
-        "data.text_key=body is for .jsonl and .parquet files and saved datasets, and no source is one: "
+        "data.text_key=body is for .jsonl, .parquet and .array_record files and saved datasets, and no source is one: "
         "use data.text_key=text"
     )
     assert refusal(data_of(folder / "bpe", text_key="text", tokenizer="x")).startswith("data.tokenizer=x is for .jsonl")
@@ -168,6 +203,24 @@ def test_what_cannot_be_encoded_is_refused(folder: Path, tmp_path: Path, monkeyp
     assert refusal(data_of(table, text_key="x")) == f"{table} has no 'x' but body, n: choose with data.text_key"
     (tmp_path / "no.parquet").write_text("no table")
     assert refusal(data_of(tmp_path / "no.parquet")).startswith(f"{tmp_path}/no.parquet cannot be read as parquet (")
+    records = folder / "text.array_record"
+    assert (
+        refusal(data_of(records, text_key="x"))
+        == f"{records}, record 0 has no 'x' but n, body: choose with data.text_key"
+    )
+    for content, message in {
+        example({"body": 5}): "'body' is list, not text: choose another with data.text_key",
+        b'{"body": 5}': "'body' is int, not text: choose another with data.text_key",
+        b'{"body": "\xff"}': "is not UTF-8 (invalid start byte): repair or remove it",
+        b"\x0a\x7f": "is neither a JSON object nor a tf.train.Example (it ends in a field): write one of them",
+        b"\xff\xff": "is neither a JSON object nor a tf.train.Example (index out of range): write one of them",
+        b"some text": "is neither a JSON object nor a tf.train.Example (unknown wire type 3): write one of them",
+        b"": "has no 'body' but nothing: choose with data.text_key",
+    }.items():
+        file = write_records(tmp_path / "one.array_record", [content])
+        assert refusal(data_of(file)).removeprefix(f"{file}, record 0").lstrip(": ") == message
+    file.write_bytes(b"no records")
+    assert refusal(data_of(file)) == f"{file} cannot be read as array records: repair or remove it"
     (tmp_path / "one.jsonl").write_text('{"body": "a"}')
     assert refusal(data_of(tmp_path / "one.jsonl")) == (
         f"{tmp_path}/one.jsonl holds 1 characters, too few to train and validate: give more text"

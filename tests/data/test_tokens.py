@@ -80,14 +80,16 @@ def test_a_missing_path_is_answered_with_the_nearest_one(text: Path, folder: Pat
     for nowhere in (parent / "unlike", parent / "no" / "such"):
         assert (
             refusal(nowhere)
-            == f"data.path={nowhere} does not exist: name a .txt, .jsonl or .parquet file, or a prepared folder"
+            == f"data.path={nowhere} does not exist: name a .txt, .jsonl, .parquet or .array_record file, or a "
+            "prepared folder"
         )
 
 
 def test_another_kind_of_file_is_refused(text: Path) -> None:
     other = text.rename(text.with_suffix(".md"))
     assert refusal(other) == (
-        f"data.path={other} is no folder, .txt, .jsonl or .parquet file: prepare it with scripts/prepare_text.py"
+        f"data.path={other} is no folder, .txt, .jsonl, .parquet or .array_record file: prepare it with "
+        "scripts/prepare_text.py"
     )
 
 

@@ -7,14 +7,15 @@ from moe_jax.config.sections.hashing import HashedOnce
 
 TOKEN_AXES = ("data", "expert", "context", "tensor")  # along which ranks have tokens of their own
 MOST_MARKED_SOURCES = 32  # bits of tokens that are free for it (data/token_marks.py)
-TEXT_SUFFIXES = (".jsonl", ".parquet")  # of files whose text is encoded while a run trains
+TEXT_SUFFIXES = (".jsonl", ".parquet", ".array_record")  # of files whose text is encoded while a run trains
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSource:
     """One source of a mixture of tokens, see docs/data.md."""
 
-    path: str  # a folder of token files, a .txt (read as bytes), .jsonl or .parquet file, or a saved dataset
+    # a folder of token files, a .txt (read as bytes), .jsonl, .parquet or .array_record file, or a saved dataset
+    path: str
     weight: float  # of its sequences: their share is weight / sum of all weights; 0: it is only validated on
     # changes of the weight, as pairs of a step (counted from 1) and the weight from then on: [[1000, 0.5], [5000, 2]]
     weight_schedule: tuple[tuple[float, ...], ...] = ()
@@ -39,13 +40,15 @@ class DataConfig(HashedOnce):
 
     __hash__ = HashedOnce.__hash__
 
-    # a folder of token files, a .txt (read as bytes), .jsonl or .parquet file, or a dataset of Hugging Face that was
-    # saved to disk; null, or its default, with `sources`
+    # a folder of token files, a .txt (read as bytes), .jsonl, .parquet or .array_record file, or a dataset of Hugging
+    # Face that was saved to disk; null, or its default, with `sources`
     path: str | None = "configs/text/shakespeare.txt"
     sources: tuple[DataSource, ...] = ()  # a weighted mixture of several, instead of `path`
     # bytes, or a folder with a tokenizer.json: with it all text but .txt files is encoded while the run trains
     tokenizer: str = "bytes"
-    text_key: str = "text"  # the field of a .jsonl object, or the column of a .parquet file or dataset, with the text
+    # the field of a .jsonl object or an .array_record file's records, or the column of a .parquet file or dataset, with
+    # the text
+    text_key: str = "text"
     seq_len: int = number(256, Range(2, SEQUENCE))  # tokens per sequence
     # share of a file's text, at its end, for validation; a folder has its own validation file
     validation_fraction: float = number(0.1, Range(0, 1, above=True, below=True))

@@ -16,7 +16,7 @@ _BOTH = (
     "data.path={} and data.sources are both set: use data.path=null to train on the sources, or data.sources=[] to "
     "train on the path"
 )
-_SOURCE = "name a .txt, .jsonl or .parquet file, or a prepared folder"
+_SOURCE = "name a .txt, .jsonl, .parquet or .array_record file, or a prepared folder"
 
 
 def check_data(data: DataConfig) -> None:
