@@ -65,6 +65,14 @@ REFUSED = {
         "optimizer.qk_clip=100.0 scales weights of queries and keys, and the model has model.qk_norm=true, whose norms "
         "make logits independent of the size of these weights: use optimizer.qk_clip=null"
     ),
+    "optimizer.qk_clip=100 model.qk_l2_norm=true": (
+        "optimizer.qk_clip=100.0 scales weights of queries and keys, and the model has model.qk_l2_norm=true, whose "
+        "norms make logits independent of the size of these weights: use optimizer.qk_clip=null"
+    ),
+    "optimizer.qk_clip=100 model.mamba.num_heads=4": (
+        "optimizer.qk_clip=100.0 scales weights of queries and keys, and the model has model.mamba.num_heads=4, which "
+        "has no logits: use optimizer.qk_clip=null"
+    ),
     "optimizer.beta2=1": "optimizer.beta2=1.0 must be at least 0 and below 1",
     "optimizer.final_fraction=1.5": "optimizer.final_fraction=1.5 must be at most 1",
     "data.validation_fraction=1": "data.validation_fraction=1.0 must lie between 0 and 1",
@@ -222,7 +230,7 @@ REFUSED = {
         "model.latent.qk_rope_head_dim=3 is odd, and rotary embedding turns pairs: use an even number"
     ),
     "model.latent.kv_lora_rank=8 model.qk_norm=true": (
-        "model.qk_norm=True is not for latent attention (model.latent.kv_lora_rank=8): "
+        "model.qk_norm=true is not for latent attention (model.latent.kv_lora_rank=8): "
         "set model.qk_norm=false, or model.latent.kv_lora_rank=null"
     ),
     "model.latent.kv_lora_rank=8 model.partial_rotary_factor=0.5": (
@@ -237,7 +245,7 @@ REFUSED = {
         "factor that rotates an even number, 2 or more"
     ),
     "model.latent.kv_lora_rank=8 model.attention.output_gate=true": (
-        "model.attention.output_gate=True is not for latent attention (model.latent.kv_lora_rank=8): "
+        "model.attention.output_gate=true is not for latent attention (model.latent.kv_lora_rank=8): "
         "set model.attention.output_gate=false, or model.latent.kv_lora_rank=null"
     ),
     "model.delta_net.num_value_heads=6 model.delta_net.num_key_heads=4": (
@@ -380,7 +388,7 @@ REFUSED = {
         "model.qk_l2_norm=true and model.qk_norm=true are two norms of queries and keys: use one of them"
     ),
     "model.latent.kv_lora_rank=8 model.qk_l2_norm=true": (
-        "model.qk_l2_norm=True is not for latent attention (model.latent.kv_lora_rank=8): set model.qk_l2_norm=false, "
+        "model.qk_l2_norm=true is not for latent attention (model.latent.kv_lora_rank=8): set model.qk_l2_norm=false, "
         "or model.latent.kv_lora_rank=null"
     ),
     "model.moe.apply_probs_on_input=true": (
@@ -396,7 +404,7 @@ REFUSED = {
         "train.attention_kernel=auto"
     ),
     "model.normalization=layernorm model.rms_norm_zero_centered=true": (
-        "model.rms_norm_zero_centered=True is for RMSNorms, and model.normalization=layernorm: use "
+        "model.rms_norm_zero_centered=true is for RMSNorms, and model.normalization=layernorm: use "
         "model.rms_norm_zero_centered=false, or model.normalization=rmsnorm"
     ),
     "model.normalization=layernorm model.num_nextn_predict_layers=1": (

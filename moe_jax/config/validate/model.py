@@ -78,11 +78,15 @@ def _check_latents(model: ModelConfig) -> None:
         ("attention.output_gate", model.attention.output_gate, False),
     ):
         if value != unset:
-            cure = "null" if unset is None else str(unset).lower()
             raise ConfigError(
-                f"model.{name}={value} is not for latent attention ({rank}): set model.{name}={cure}, "
+                f"model.{name}={_shown(value)} is not for latent attention ({rank}): set model.{name}={_shown(unset)}, "
                 "or model.latent.kv_lora_rank=null"
             )
+
+
+def _shown(value: object) -> str:
+    """Return a value as in YAML."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _check_delta_nets(model: ModelConfig) -> None:
@@ -185,7 +189,7 @@ def _check_norms(model: ModelConfig) -> None:
     ):
         if value:
             raise ConfigError(
-                f"model.{name}={value} {reason}, and model.normalization={model.normalization}: use "
+                f"model.{name}={_shown(value)} {reason}, and model.normalization={model.normalization}: use "
                 f"model.{name}={unset}, or model.normalization=rmsnorm"
             )
 
