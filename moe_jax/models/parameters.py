@@ -154,7 +154,7 @@ class Mamba(nnx.Module):
         mamba, d, in_std = model.mamba, model.hidden_size, model.hidden_size**-0.5
         heads = {"heads": mamba.num_heads or 0}
         values, keys = heads | {"head": mamba.head_dim}, {"group_heads": mamba.n_groups, "head": mamba.d_state}
-        self.norm = declare.scale(model=d)
+        declare.norm_of(self, model)
         for name, dims in (("value", values), ("key", keys), ("query", keys)):
             setattr(self, name, declare.matrix(in_std, model=d, **dims))
             setattr(self, f"conv_{name}", declare.matrix(mamba.d_conv**-0.5, **dims, taps=mamba.d_conv))
