@@ -34,6 +34,12 @@ OTHERS = {
     "model.rope_scaling.long_factor=[1.5,30] model.rope_scaling.attention_factor=1.2 "
     "mesh.data=1 mesh.context=2 mesh.tensor=2 model.num_layers=2 "
     "model.moe.moe_layer_freq=2 train.loss_chunk=5 train.z_loss_multiplier=0.1 schedule.remat=full optimizer.qk_clip=1",
+    "documents over data ranks": f"{DOCUMENTS} mesh.data=4 model.num_layers=2 model.moe.moe_layer_freq=2 "
+    "train.grad_accumulation=2",
+    "documents over expert ranks": f"{UNIFIED} {DOCUMENTS} mesh.data=1 mesh.expert=4 model.num_layers=2 "
+    "model.moe.moe_layer_freq=1 model.attention.sinks=true model.attention.sliding_window=5",
+    "documents over data and tensor ranks": f"{UNIFIED} {DOCUMENTS} {TILES} mesh.data=2 mesh.tensor=2 "
+    "model.num_layers=1 model.moe.moe_layer_freq=1 optimizer.zero=3",
     "documents of a batch in parts": f"{DOCUMENTS} exchange.context_form=all_gather mesh.data=1 mesh.context=2 "
     "mesh.expert=2 train.grad_accumulation=2 model.num_layers=2 model.moe.moe_layer_freq=1 "
     "model.moe.load_balancing_type=sequence optimizer.qk_clip=1",
