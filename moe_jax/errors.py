@@ -149,6 +149,13 @@ def nearest_multiples(number: int, unit: int) -> str:
     return " or ".join(str(n) for n in (lower, lower + unit) if n)
 
 
+def as_yaml(value: object) -> object:
+    """Return what messages say for the value of a setting: null, true and false, and lists, as in a config file."""
+    if isinstance(value, tuple):
+        return list(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+
+
 def all_of(names: tuple[str, ...]) -> str:
     """Return the names in words: "a, b and c"."""
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

@@ -129,7 +129,7 @@ def _effective_settings(model: ModelConfig) -> dict[str, Any]:
         unused.add("attention.out_bias")
     if model.has_delta_nets:
         found["delta_net.num_key_heads"] = model.delta_net.key_heads
-        if all(view.is_delta for view in model.views):  # the interval is longer than the model, or there is none
+        if all(view.is_recurrent for view in model.views):  # the interval is longer than the model, or there is none
             found["delta_net.full_attention_interval"] = None
     else:
         unused |= {name for name in found if name.startswith("delta_net.")} - {"delta_net.num_value_heads"}

@@ -24,9 +24,8 @@ class Family:
     defaults: Mapping[str, Any]  # transformers' defaults for missing settings, where families differ
     holds_mtp: bool = False  # whether its files may have a module of multi-token prediction (mtp.py)
     aliases: tuple[str, ...] = ()  # further `model_type`s with the same settings, tensors and function
-    # the rows of a block with a gated delta net; None: the family has none
-    delta_block: Callable[[ModelConfig, str], list[Tensor]] | None = None
-    mamba_block: Callable[[ModelConfig, str], list[Tensor]] | None = None  # the same with Mamba-2
+    # the rows of a block with a recurrent layer instead of attention; None: the family has none
+    recurrent_block: Callable[[ModelConfig, str], list[Tensor]] | None = None
 
     def model(self, hf: HfConfig) -> ModelConfig:
         """Return the model of a config.json. Raises ConvertError for unsupported settings."""
@@ -34,12 +33,9 @@ class Family:
 
     def rows(self, model: ModelConfig, kind: str, view: AttentionView) -> list[Tensor]:
         """Return the table rows of a block of a kind with a view of attention."""
-        if view.is_delta:
-            assert self.delta_block is not None, "models with delta nets are of families that have them"
-            return self.delta_block(model, kind)
-        if view.recurrent == "mamba":
-            assert self.mamba_block is not None, "models with Mamba-2 are of families that have it"
-            return self.mamba_block(model, kind)
+        if view.is_recurrent:
+            assert self.recurrent_block is not None, "models with recurrent layers are of families that have them"
+            return self.recurrent_block(model, kind)
         return self.block(model, kind)
 
 

@@ -29,8 +29,7 @@ def stored_family(family: Family, names: Collection[str]) -> Family:
     return dataclasses.replace(
         family,
         block=functools.partial(_rows, family.block),
-        delta_block=family.delta_block and functools.partial(_rows, family.delta_block),
-        mamba_block=family.mamba_block and functools.partial(_rows, family.mamba_block),
+        recurrent_block=family.recurrent_block and functools.partial(_rows, family.recurrent_block),
     )
 
 

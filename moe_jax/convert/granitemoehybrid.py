@@ -178,5 +178,11 @@ _DEFAULTS = {
     "mamba_expand": 2,
 }
 FAMILY = Family(
-    "granitemoehybrid", "GraniteMoeHybridForCausalLM", _model, _settings, _block, _DEFAULTS, mamba_block=_mamba_block
+    "granitemoehybrid",
+    "GraniteMoeHybridForCausalLM",
+    _model,
+    _settings,
+    _block,
+    _DEFAULTS,
+    recurrent_block=_mamba_block,
 )

@@ -7,10 +7,10 @@ them, as the published code does.
 from typing import Any
 
 from moe_jax.config import AttentionConfig, ModelConfig, MoEConfig
-from moe_jax.convert.family import Family, attention_rows, mlp_rows
+from moe_jax.convert import mixtral
+from moe_jax.convert.family import Family
 from moe_jax.convert.hf_config import ConvertError, HfConfig
-from moe_jax.convert.shared import grouped_heads, hf_settings, shared_settings
-from moe_jax.convert.tensors import Tensor
+from moe_jax.convert.shared import grouped_heads, shared_settings
 
 GATE, _CHOICES = "sparsemixer", 2
 
@@ -39,25 +39,13 @@ def _model(hf: HfConfig) -> ModelConfig:
 
 
 def _settings(model: ModelConfig) -> dict[str, Any]:
-    return hf_settings(model) | {
-        "head_dim": model.head_width,
+    return mixtral.FAMILY.settings(model) | {
         "attention_bias": model.attention.bias,
         "lm_head_bias": model.head_bias,
-        "sliding_window": model.attention.sliding_window,
-        "num_local_experts": model.moe.num_experts,
-        "num_experts_per_tok": model.moe.top_k,
         "router_jitter_noise": model.moe.router_jitter_noise,
-        "intermediate_size": model.moe.intermediate_size,
     }
 
 
-def _block(model: ModelConfig, kind: str) -> list[Tensor]:
-    return [
-        *attention_rows(model),
-        Tensor("block_sparse_moe.gate.weight", "moe.router", "choices model"),
-        *mlp_rows("block_sparse_moe.experts.{expert}", "moe.experts", ("w1", "w3", "w2")),
-    ]
-
-
-_DEFAULTS = {"rope_theta": 1e6, "num_key_value_heads": 8, "max_position_embeddings": 131_072}
-FAMILY = Family("phimoe", "PhimoeForCausalLM", _model, _settings, _block, _DEFAULTS)
+FAMILY = Family(
+    *("phimoe", "PhimoeForCausalLM", _model, _settings, mixtral.FAMILY.block, mixtral.FAMILY.defaults),
+)

@@ -56,5 +56,5 @@ def _parts(name: str, paths: Sequence[str], widths: Sequence[int]) -> list[Tenso
 _DEFAULTS = {**qwen3_next.FAMILY.defaults, "intermediate_size": ModelConfig().intermediate_size}
 FAMILY = Family(
     *("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _model, _settings, qwen3_next.FAMILY.block, _DEFAULTS),
-    delta_block=_delta_block,
+    recurrent_block=_delta_block,
 )

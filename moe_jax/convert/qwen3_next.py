@@ -80,7 +80,7 @@ def _settings(model: ModelConfig) -> dict[str, Any]:
     delta = model.delta_net
     own: dict[str, Any] = {
         "attention_bias": False,
-        "layer_types": [_DELTA if view.is_delta else _FULL for view in model.views],
+        "layer_types": [_DELTA if view.is_recurrent else _FULL for view in model.views],
         "partial_rotary_factor": model.partial_rotary_factor,
     }
     if model.has_delta_nets:
@@ -160,4 +160,6 @@ _DEFAULTS = {
     "linear_conv_kernel_dim": 4,
     "max_position_embeddings": 32_768,
 }
-FAMILY = Family("qwen3_next", "Qwen3NextForCausalLM", _model, _settings, _block, _DEFAULTS, delta_block=_delta_block)
+FAMILY = Family(
+    "qwen3_next", "Qwen3NextForCausalLM", _model, _settings, _block, _DEFAULTS, recurrent_block=_delta_block
+)

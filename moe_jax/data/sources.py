@@ -124,7 +124,7 @@ def _check_source(number: int, data: DataConfig, vocab_size: int, setting: str) 
     if needed > vocab_size:
         raise DataError(
             f"{setting}={path} has a vocabulary of {needed} tokens, more than model.vocab_size={vocab_size}: "
-            f"set model.vocab_size={needed}"
+            f"set model.vocab_size={needed}, or name text in the tokens of the model, if that is trained already"
         )
 
 

@@ -108,7 +108,11 @@ def attention_text(config: Config, mesh: jax.sharding.Mesh) -> dict[str, str]:
 
 def blocks_text(config: Config) -> str:
     """The kinds of the blocks, and how many blocks each pipeline stage has."""
-    stages, kinds = Stages.of(config), config.model.block_kinds
+    stages, model = Stages.of(config), config.model
+    kinds = [
+        f"{view.recurrent}+{kind}" if view.is_recurrent else kind
+        for kind, view in zip(model.block_kinds, model.views, strict=True)
+    ]
     text = " ".join(kinds[: config.model.num_layers])
     if config.model.has_mtp:
         text += f", and {kinds[-1]} for multi-token prediction"

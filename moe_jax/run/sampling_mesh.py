@@ -18,7 +18,7 @@ from moe_jax.checkpoint.load import load_step
 from moe_jax.config import Config, DataConfig, ExchangeConfig, MeshConfig, TrainConfig
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.ranges import SIMULATED, check_number
-from moe_jax.errors import ConfigError, MeshError
+from moe_jax.errors import ConfigError, MeshError, as_yaml
 from moe_jax.models.decode import unstacked
 from moe_jax.models.parameters import in_order, param_dims, stored_shapes
 from moe_jax.models.transformer import ComputeConfig
@@ -40,9 +40,9 @@ def asked_mesh(mesh: MeshConfig, given: Collection[str]) -> MeshConfig | None:
     for name in sorted(set(given) - _USED):
         value, alone = getattr(mesh, name), getattr(MeshConfig(), name)
         if value != alone:
-            shown = str(value).lower() if isinstance(value, bool) else value
             raise ConfigError(
-                f"mesh.{name}={shown}: text is generated over data, expert and tensor ranks: leave mesh.{name} out"
+                f"mesh.{name}={as_yaml(value)}: text is generated over data, expert and tensor ranks: leave "
+                f"mesh.{name} out"
             )
     if mesh.cpu_devices is not None:  # used before a config is made
         check_number("mesh.cpu_devices", mesh.cpu_devices, SIMULATED)

@@ -39,7 +39,8 @@ DATA = [
     (
         "more tokens than the model knows",
         "data.path=bpe",
-        "data.path=bpe has a vocabulary of 260 tokens, more than model.vocab_size=256: set model.vocab_size=260",
+        "data.path=bpe has a vocabulary of 260 tokens, more than model.vocab_size=256: set model.vocab_size=260, "
+        "or name text in the tokens of the model, if that is trained already",
     ),
     (
         "a folder of something else",

@@ -94,10 +94,10 @@ def test_qwen3_next_has_delta_nets_in_three_of_four_blocks_by_default():
     names = [f"linear_{name}" for name in ("num_value_heads", "num_key_heads", "key_head_dim", "value_head_dim")]
     model = without("qwen3_next", *names, "linear_conv_kernel_dim", "layer_types", "rope_parameters", "norm_topk_prob")
     assert model.delta_net == DeltaNetConfig(num_value_heads=32, num_key_heads=16)
-    assert [view.is_delta for view in model.views] == [True, True, True, False]
+    assert [view.is_recurrent for view in model.views] == [True, True, True, False]
     assert (model.partial_rotary_factor, model.moe.norm_topk_prob) == (0.25, True)
     two = without("qwen3_next", "layer_types", full_attention_interval=2)
-    assert [view.is_delta for view in two.views] == [True, False, True, False]
+    assert [view.is_recurrent for view in two.views] == [True, False, True, False]
     only = [
         without("qwen3_next", layer_types=["full_attention"] * 4),
         without("qwen3_next", "layer_types", full_attention_interval=1),

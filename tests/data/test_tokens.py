@@ -147,7 +147,8 @@ def test_a_truncated_token_file_is_refused_with_both_sizes(folder: Path) -> None
 def test_a_vocabulary_larger_than_the_models_is_refused(text: Path, folder: Path) -> None:
     for path in (text, folder):
         assert refusal(path, vocab_size=255) == (
-            f"data.path={path} has a vocabulary of 256 tokens, more than model.vocab_size=255: set model.vocab_size=256"
+            f"data.path={path} has a vocabulary of 256 tokens, more than model.vocab_size=255: set "
+            "model.vocab_size=256, or name text in the tokens of the model, if that is trained already"
         )
 
 

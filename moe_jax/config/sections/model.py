@@ -244,11 +244,6 @@ class AttentionView(NamedTuple):
         """Whether the block has a layer with states instead of attention."""
         return self.recurrent is not None
 
-    @property
-    def is_delta(self) -> bool:
-        """Whether the block has a gated delta net."""
-        return self.recurrent == "delta_net"
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(HashedOnce):

@@ -8,7 +8,7 @@ from typing import Any
 from moe_jax.config.registry import DISPATCHER_FACTS, GATE_FACTS
 from moe_jax.config.sections import AttentionConfig, MambaConfig, ModelConfig, MoEConfig, Sections, TrainConfig
 from moe_jax.config.validate.ranges import RANGES, check_changes, check_number
-from moe_jax.errors import ConfigError, all_of, divisors_text
+from moe_jax.errors import ConfigError, all_of, as_yaml, divisors_text
 
 
 @functools.lru_cache(maxsize=64)
@@ -79,14 +79,9 @@ def _check_latents(model: ModelConfig) -> None:
     ):
         if value != unset:
             raise ConfigError(
-                f"model.{name}={_shown(value)} is not for latent attention ({rank}): set model.{name}={_shown(unset)}, "
-                "or model.latent.kv_lora_rank=null"
+                f"model.{name}={as_yaml(value)} is not for latent attention ({rank}): set "
+                f"model.{name}={as_yaml(unset)}, or model.latent.kv_lora_rank=null"
             )
-
-
-def _shown(value: object) -> str:
-    """Return a value as in YAML."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _check_delta_nets(model: ModelConfig) -> None:
@@ -142,10 +137,7 @@ def _check_unused(section: Any, name: str, needed: str) -> None:
     """Raise ConfigError for a setting of a section that has no effect without the one that is needed."""
     for field in dataclasses.fields(section):
         if (value := getattr(section, field.name)) != field.default:
-            value, cure = (
-                list(each) if isinstance(each, tuple) else "null" if each is None else each
-                for each in (value, field.default)
-            )
+            value, cure = as_yaml(value), as_yaml(field.default)
             raise ConfigError(
                 f"{name}.{field.name}={value} without {name}.{needed}: set both, or {name}.{field.name}={cure}"
             )
@@ -189,7 +181,7 @@ def _check_norms(model: ModelConfig) -> None:
     ):
         if value:
             raise ConfigError(
-                f"model.{name}={_shown(value)} {reason}, and model.normalization={model.normalization}: use "
+                f"model.{name}={as_yaml(value)} {reason}, and model.normalization={model.normalization}: use "
                 f"model.{name}={unset}, or model.normalization=rmsnorm"
             )
 

@@ -19,6 +19,7 @@ from moe_jax.config import AttentionView, DeltaNetConfig, ModelConfig
 from moe_jax.models.attention import delta_rule
 from moe_jax.models.attention.causal_conv import convolved, last_features
 from moe_jax.models.attention.core import AttentionImpl
+from moe_jax.models.attention.state_scan import only_first
 from moe_jax.models.layers import rms_norm
 from moe_jax.parallel.sequence_shards import own_count, own_share, tp_all_gather
 
@@ -95,13 +96,8 @@ def cached_heads(
     projected, length = _projected(params, h_BND), h_BND.shape[1]
     one_BN = jnp.zeros(h_BND.shape[:2], jnp.int32)  # document
     tokens = _tokens(params, projected, cache.tail_BwGF, one_BN, model.delta_net)
-    counts = (jnp.arange(length) < count_B[:, None])[..., None, None]
-    tokens = tokens._replace(
-        log_decay_BNGJ=jnp.where(counts, tokens.log_decay_BNGJ, 0),
-        rate_BNGJ=jnp.where(counts, tokens.rate_BNGJ, 0),
-    )
     rule = delta_rule.token_by_token if length == 1 else delta_rule.in_chunks
-    out_BNGJV, state = rule(tokens, cache.state, one_BN[:, 0])
+    out_BNGJV, state = rule(only_first(tokens, count_B), cache.state, one_BN[:, 0])
     tail = last_features(cache.tail_BwGF, projected.feature_BNGF, count_B)
     return _gated(params, out_BNGJV, projected.gate_BNGF, model), Cache(state, tail)
 

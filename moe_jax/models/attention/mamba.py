@@ -20,6 +20,7 @@ from moe_jax.config import AttentionView, MambaConfig, ModelConfig
 from moe_jax.models.attention import ssd
 from moe_jax.models.attention.causal_conv import convolved, last_features
 from moe_jax.models.attention.core import AttentionImpl
+from moe_jax.models.attention.state_scan import only_first
 from moe_jax.parallel.sequence_shards import own_count, own_share, tp_all_gather, tp_sum
 
 _CONVOLVED = ("value", "key", "query")  # the parts of the features, in their order
@@ -97,13 +98,8 @@ def cached_heads(
     projected, length = _projected(params, h_BND, model.mamba), h_BND.shape[1]
     one_BN = jnp.zeros(h_BND.shape[:2], jnp.int32)  # document
     tokens, value = _tokens(params, projected, cache.tail_BwF, one_BN, model.mamba)
-    counts = (jnp.arange(length) < count_B[:, None])[..., None, None]
-    tokens = tokens._replace(
-        log_decay_BNGJ=jnp.where(counts, tokens.log_decay_BNGJ, 0),
-        value_BNGJV=jnp.where(counts[..., None], tokens.value_BNGJV, 0),
-    )
     recurrence = ssd.token_by_token if length == 1 else ssd.in_chunks
-    out_BNGJV, state = recurrence(tokens, cache.state, one_BN[:, 0])
+    out_BNGJV, state = recurrence(only_first(tokens, count_B), cache.state, one_BN[:, 0])
     tail = last_features(cache.tail_BwF, projected.feature_BNF, count_B)
     return _gated(params, out_BNGJV, value, projected.gate_BNHV, model), Cache(state, tail)
 

@@ -71,6 +71,16 @@ def scan_chunks(
     return joined[:, :length], state
 
 
+def only_first(tokens: Any, count_B: Int[Array, " B"]) -> Any:
+    """Return the tokens with zeros in place of all but the first `count_B` of each sequence: they change no states."""
+    counts_BN = jnp.arange(tokens.document_BN.shape[1]) < count_B[:, None]
+
+    def kept(x: jax.Array) -> jax.Array:
+        return jnp.where(counts_BN.reshape(*counts_BN.shape, *[1] * (x.ndim - 2)), x, 0)
+
+    return jax.tree.map(kept, tokens)._replace(document_BN=tokens.document_BN)
+
+
 def decays_of(
     log_decay_BCGJ: Float[Array, "B C G J"], document_BC: Int[Array, "B C"], before_B: Int[Array, " B"]
 ) -> Decays:
