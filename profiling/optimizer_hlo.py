@@ -19,6 +19,7 @@ from moe_jax.errors import CommandParser, ConfigError, run_command
 from moe_jax.measure.targets import Target
 from moe_jax.plan.clusters import find_cluster
 from moe_jax.plan.estimate import estimate
+from moe_jax.plan.memory import step_memory
 
 CONFIG = "configs/bench/fine_grained.yaml"
 SETTINGS = ("optimizer.zero=1",)
@@ -37,6 +38,7 @@ def _account(name: str, target: Target, overrides: list[str]) -> dict[str, Any]:
         "planned_update_ms": rounded(1e3 * planned.busy.update),
         "planned_step_ms": rounded(1e3 * planned.step_s),
         "allocated_bytes": allocated,
+        "planned_bytes": step_memory(config, target.platform).total,
     }
 
 

@@ -18,7 +18,9 @@ from optax.contrib import scale_by_muon
 
 from moe_jax.config import Config, LatentConfig, OptimizerConfig
 from moe_jax.config.layer_layout import Stages
+from moe_jax.config.yaml_io import load_config
 from moe_jax.models.parameters import in_order, param_dims, stored
+from moe_jax.plan.memory import step_memory
 from moe_jax.step.context import StepContext
 from moe_jax.step.optimizer import make_optimizer, state_partitions
 from moe_jax.step.optimizers import OPTIMIZERS
@@ -242,3 +244,10 @@ def test_the_page_has_the_compiled_share_of_the_update() -> None:
     assert f"and {adamw['share']:.0%}".replace("%", " %") + " with AdamW" in page
     for name in ("update_ms", "kernels_ms", "planned_update_ms"):
         assert f"{muon[name]:.1f} and {adamw[name]:.1f}" in page
+    config = root / "configs" / "bench" / "fine_grained.yaml"
+    planned = [
+        step_memory(load_config(config, ["optimizer.zero=1", f"optimizer.name={name}"]), "gpu").total / 1e9
+        for name in ("muon", "adamw")
+    ]
+    assert f"allocates {muon['allocated_bytes'] / 1e9:.1f} GB, with AdamW {adamw['allocated_bytes'] / 1e9:.1f}" in page
+    assert f"say {planned[0]:.1f} and {planned[1]:.1f}, a third too much" in page
