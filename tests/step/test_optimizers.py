@@ -250,4 +250,7 @@ def test_the_page_has_the_compiled_share_of_the_update() -> None:
         for name in ("muon", "adamw")
     ]
     assert f"allocates {muon['allocated_bytes'] / 1e9:.1f} GB, with AdamW {adamw['allocated_bytes'] / 1e9:.1f}" in page
+    times = json.loads((root / "profiling" / "results" / "optimizer_times.json").read_text())
+    measured = times["step_s"]["muon"]["median"], times["over_adamw"]["muon"]["median"]
+    assert f"takes {measured[0]:.2f} s, {measured[1]:.2f} × AdamW's" in page
     assert f"say {planned[0]:.1f} and {planned[1]:.1f}, a third too much" in page
