@@ -8,17 +8,18 @@ from moe_jax.config import ModelConfig
 
 def delta_net(p, h_ND, model: ModelConfig):
     """What a gated delta net adds, of one sequence: one value head and one token at a time."""
-    delta, out = model.delta_net, 0.0
-    group = delta.num_value_heads // delta.key_heads
+    delta = model.delta_net
+    key_heads, group = delta.key_heads, delta.num_value_heads // delta.key_heads
     of_query, of_key, of_value = jnp.split(p["conv"], [delta.key_width, 2 * delta.key_width])
-    for head in range(delta.num_value_heads):
-        key_head, place = divmod(head, group)
-        value = slice(place * delta.value_head_dim, (place + 1) * delta.value_head_dim)
-        keys = slice(key_head * delta.key_head_dim, (key_head + 1) * delta.key_head_dim)
-        values = slice(head * delta.value_head_dim, (head + 1) * delta.value_head_dim)
-        q = unit(convolved(h_ND @ p["query"][:, key_head], of_query[keys])) / delta.key_head_dim**0.5
-        k = unit(convolved(h_ND @ p["key"][:, key_head], of_key[keys]))
-        v = convolved(h_ND @ p["value"][:, key_head, value], of_value[values])
+    of_query, of_key = (each.reshape(key_heads, delta.key_head_dim, -1) for each in (of_query, of_key))
+    of_value = of_value.reshape(key_heads, group, delta.value_head_dim, -1)
+    value, gate = (p[name].reshape(-1, key_heads, group, delta.value_head_dim) for name in ("value", "gate"))
+
+    def of_head(head):
+        key_head, place = head // group, head % group
+        q = unit(convolved(h_ND @ p["query"][:, key_head], of_query[key_head])) / delta.key_head_dim**0.5
+        k = unit(convolved(h_ND @ p["key"][:, key_head], of_key[key_head]))
+        v = convolved(h_ND @ value[:, key_head, place], of_value[key_head, place])
         step = jnp.log1p(jnp.exp(h_ND @ p["step"][:, key_head, place] + p["step_bias"][head]))
         kept = jnp.exp(-jnp.exp(p["decay_log"][head]) * step)
         rate = 1 / (1 + jnp.exp(-h_ND @ p["rate"][:, key_head, place]))
@@ -30,15 +31,15 @@ def delta_net(p, h_ND, model: ModelConfig):
 
         _, y = jax.lax.scan(token, jnp.zeros((len(k[0]), len(v[0]))), (q, k, v, kept, rate))
         y = y / jnp.sqrt((y**2).mean(-1, keepdims=True) + model.rms_norm_eps) * p["value_norm"]
-        out += y * jax.nn.silu(h_ND @ p["gate"][:, key_head, value]) @ p["out"][head]
-    return out
+        return y * jax.nn.silu(h_ND @ gate[:, key_head, place]) @ p["out"][head]
+
+    return jax.vmap(of_head)(jnp.arange(delta.num_value_heads)).sum(0)
 
 
 def convolved(x_NF, weight_FW, bias_F=0.0):
     """SiLU of each token's weighted sum of itself, which has the last weight, and the tokens before it."""
     padded = jnp.concatenate([jnp.zeros((weight_FW.shape[1] - 1, x_NF.shape[1])), x_NF])
-    sums = [(padded[n : n + weight_FW.shape[1]] * weight_FW.T).sum(0) for n in range(len(x_NF))]
-    return jax.nn.silu(jnp.stack(sums) + bias_F)
+    return jax.nn.silu(sum(padded[n : n + len(x_NF)] * weight_F for n, weight_F in enumerate(weight_FW.T)) + bias_F)
 
 
 def unit(x):

@@ -10,8 +10,8 @@ from tests.delta_reference import convolved
 def mamba(p, h_ND, model: ModelConfig):
     """What Mamba-2 adds, of one sequence: one head and one token at a time."""
     heads, groups = model.mamba.num_heads, model.mamba.n_groups
-    outputs = []
-    for head in range(heads):
+
+    def of_head(head):
         group = head * groups // heads
         x = convolved(h_ND @ p["value"][:, head], p["conv_value"][head], p["conv_value_bias"][head])
         b = convolved(h_ND @ p["key"][:, group], p["conv_key"][group], p["conv_key_bias"][group])
@@ -25,11 +25,11 @@ def mamba(p, h_ND, model: ModelConfig):
             return state, state @ c
 
         _, y = jax.lax.scan(token, jnp.zeros((x.shape[1], b.shape[1])), (x, b, c, dt, kept))
-        outputs.append((y + p["skip"][head] * x) * jax.nn.silu(h_ND @ p["gate"][:, head]))
+        return (y + p["skip"][head] * x) * jax.nn.silu(h_ND @ p["gate"][:, head])
+
     out = 0.0
-    for group in range(groups):
-        own = range(group * heads // groups, (group + 1) * heads // groups)
-        joined = jnp.concatenate([outputs[head] for head in own], axis=-1)
-        rms = jnp.sqrt((joined**2).mean(-1, keepdims=True) + model.rms_norm_eps)
-        out += sum(outputs[head] / rms * p["value_norm"][head] @ p["out"][head] for head in own)
+    for own in jnp.split(jnp.arange(heads), groups):
+        y_HNP = jax.vmap(of_head)(own)
+        rms = jnp.sqrt((y_HNP**2).mean((0, 2))[:, None] + model.rms_norm_eps)
+        out += jnp.einsum("hnp,hp,hpd->nd", y_HNP / rms, p["value_norm"][own], p["out"][own])
     return out
