@@ -28,6 +28,7 @@ from moe_jax.config.layer_layout import segments
 from moe_jax.config.registry import OPEN_EXCHANGE
 from moe_jax.config.step_kinds import RematUnit
 from moe_jax.plan.recurrent import mean_over_blocks, recurrent_layer, recurrent_share
+from moe_jax.plan.resources import mean_mlp_width
 from moe_jax.plan.work import ITEM_BYTES, attention_tile
 
 Mode = Literal["all", "fused", "least", "dots", "full"]
@@ -196,11 +197,11 @@ def _tile_range(name: str, platform: str) -> tuple[int, int]:
     return max(least for least, _ in ranges), min(most for _, most in ranges)
 
 
-def _mlps(model: ModelConfig, kind: str) -> list[int]:
+def _mlps(model: ModelConfig, kind: str) -> list[float]:
     """Hidden widths of a block's MLPs that every token passes through."""
     moe = model.moe
-    widths = {
-        "dense": [model.intermediate_size],
+    widths: dict[str, list[float]] = {
+        "dense": [mean_mlp_width(model)],
         "moe": [moe.num_shared_experts * moe.intermediate_size, model.intermediate_size * moe.dense_residual],
     }
     return [width for width in widths[kind] if width]
