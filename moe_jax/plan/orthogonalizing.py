@@ -57,7 +57,7 @@ def hidden_matrices(
         found[Matrices("heads_and_hidden", rank, heads * latent.qk_nope_head_dim)] += 1
         found[Matrices("heads_and_hidden", rank, heads * model.v_width)] += 1
     moe, of_mlp = model.moe, 3 if model.is_gated else 2
-    if (kind == "dense" and has_mlp) or moe.dense_residual:
+    if has_mlp if kind == "dense" else moe.dense_residual:
         found[Matrices("heads_and_hidden", d, model.intermediate_size)] += of_mlp
     if kind == "moe":
         found[Matrices("expert", d, moe.intermediate_size)] += of_mlp
