@@ -260,9 +260,9 @@ def test_an_override_is_read_as_what_the_setting_wants(override: str, value: obj
         ("log.dir=true", "log.dir=True must be text, not true or false: put it in quotes"),
         (
             "model.activation=swiglo",
-            "model.activation=swiglo must be swiglu or gelu or clipped_swiglu: did you mean swiglu?",
+            "model.activation=swiglo must be swiglu or gelu or clipped_swiglu or squared_relu: did you mean swiglu?",
         ),
-        ("model.activation=3", "model.activation=3 must be swiglu or gelu or clipped_swiglu"),
+        ("model.activation=3", "model.activation=3 must be swiglu or gelu or clipped_swiglu or squared_relu"),
         (
             "model=3",
             f"model=3 must be a section with keys {', '.join(f.name for f in dataclasses.fields(ModelConfig))}",
