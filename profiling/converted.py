@@ -42,6 +42,7 @@ TRAINED = {  # the name in transformers for the number of experts
     "qwen3_5_moe_text": "num_experts",
     "phimoe": "num_local_experts",
     "llama4_text": "num_local_experts",
+    "nemotron_h": "n_routed_experts",
 }
 EXPERTS, DATA, EXPERT, STEPS = 8, 2, 4, 20
 VOCAB = 256  # one token per byte

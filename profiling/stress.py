@@ -125,7 +125,9 @@ def _settings(case: dict[str, str]) -> list[str]:
 def narrowed(config: Config) -> list[str]:
     """Return settings that make a model of the same kind small, and let it read a text of bytes."""
     model, moe, attention = config.model, config.model.moe, config.model.attention
-    every = (moe.moe_layer_freq, attention.full_every, attention.nope_every, model.recurrent_period)
+    has_mixers = bool(model.mamba.mixer_only_offsets)
+    recurrent_period = 4 if has_mixers else model.recurrent_period
+    every = (moe.moe_layer_freq, attention.full_every, attention.nope_every, recurrent_period)
     period = math.lcm(*(each for each in every if each))
     settings = {
         "model.vocab_size": 256,
@@ -161,6 +163,9 @@ def narrowed(config: Config) -> list[str]:
     if model.has_mamba:
         settings |= {"model.mamba.num_heads": 8, "model.mamba.n_groups": min(model.mamba.n_groups, 4)}
         settings |= {"model.mamba.head_dim": 8, "model.mamba.d_state": 8}
+    if has_mixers:  # the four lowest blocks of Nemotron 3
+        settings |= {"model.mamba.attn_layer_period": recurrent_period, "model.mamba.attn_layer_offsets": "[3]"}
+        settings |= {"model.mamba.mixer_only_offsets": "[2]"}
     if attention.sliding_window:
         settings["model.attention.sliding_window"] = 8
     if moe.num_experts:

@@ -254,8 +254,10 @@ def mlp(p, x, product=jnp.matmul):
     def linear(x, name):
         return product(x, p[name]) + p.get(f"{name}_bias", 0.0)
 
-    up = linear(x, "up")
-    if "clipped_gate" in p:
+    up = linear(x, "squared_up" if "squared_up" in p else "up")
+    if "squared_up" in p:
+        hidden = jnp.where(up > 0, up, 0) ** 2
+    elif "clipped_gate" in p:
         gate, up = jnp.minimum(linear(x, "clipped_gate"), 7.0), jnp.maximum(jnp.minimum(up, 7.0), -7.0)
         hidden = gate / (1 + jnp.exp(-1.702 * gate)) * (up + 1)
     else:
@@ -459,6 +461,8 @@ def objective(
             largest_TH = each(largest_logits, jax.lax.stop_gradient(x)).reshape(x.shape[0] * x.shape[1], -1)
             largest_LH.append((largest_TH if text is None else largest_TH[text.is_text_T]).max(axis=0))
         x = x + added * y
+        if "norm" not in p:  # a block without an MLP or experts
+            continue
         h = block_norm(p, x, model)
         if "mlp" in p:
             x = x + added * mlp(p["mlp"], h)

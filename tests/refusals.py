@@ -297,6 +297,22 @@ REFUSED = {
         "growing order, model.mamba.attn_layer_period=null for attention in no block, or model.mamba.num_heads=null "
         "for attention in all"
     ),
+    "model.mamba.mixer_only_offsets=[0]": (
+        "model.mamba.mixer_only_offsets=[0] without model.mamba.num_heads: set both, or "
+        "model.mamba.mixer_only_offsets=[]"
+    ),
+    "model.mamba.num_heads=4 model.mamba.mixer_only_offsets=[0]": (
+        "model.mamba.mixer_only_offsets=[0] without model.mamba.attn_layer_period: set both, or "
+        "model.mamba.mixer_only_offsets=[]"
+    ),
+    "model.mamba.num_heads=4 model.mamba.attn_layer_period=2 model.mamba.mixer_only_offsets=[1,0]": (
+        "model.mamba.mixer_only_offsets=[1, 0] with model.mamba.attn_layer_period=2: use places from 0 to 1 in growing "
+        "order"
+    ),
+    "model.mamba.num_heads=4 model.mamba.attn_layer_period=2 model.mamba.mixer_only_offsets=[0,1]": (
+        "model.mamba.mixer_only_offsets=[0, 1] leaves experts in none of the 4 blocks: use fewer places, or "
+        "model.moe.num_experts=0 for a model without experts"
+    ),
     "model.mamba.num_heads=4 mesh.context=2": (
         "model.mamba.num_heads=4 and mesh.context=2: the states of Mamba-2 do not travel between context ranks: use "
         "mesh.context=1, or model.mamba.num_heads=null"

@@ -97,6 +97,7 @@ def test_every_number_has_a_smallest_and_a_largest_value() -> None:
     in_lists = {
         *("model.moe.capacity_schedule", "train.mtp_loss_schedule", "log.trace_step"),
         *("model.rope_scaling.short_factor", "model.rope_scaling.long_factor", "model.mamba.attn_layer_offsets"),
+        "model.mamba.mixer_only_offsets",
     }
     assert RANGES.keys() == {name for name, _ in numbers()} | in_lists
     assert all(allowed.least < allowed.most < math.inf for allowed in RANGES.values())

@@ -165,7 +165,7 @@ FIXED = {
     "model.delta_net.full_attention_interval",
     *("model.attention.attn_scale", "model.attention.floor_scale"),
     *(f"model.mamba.{name}" for name in ("head_dim", "n_groups", "d_state", "d_conv")),
-    *("model.mamba.attn_layer_period", "model.mamba.attn_layer_offsets"),
+    *(f"model.mamba.{name}" for name in ("attn_layer_period", "attn_layer_offsets", "mixer_only_offsets")),
     *(f"model.rope_scaling.{name}" for name in ("factor", "attention_factor", "mscale_all_dim")),
     *("model.rope_scaling.short_factor", "model.rope_scaling.long_factor"),
     *("train.upcycle", "train.mtp_loss_scaling_factor", "train.mtp_loss_schedule"),
@@ -260,9 +260,9 @@ def test_an_override_is_read_as_what_the_setting_wants(override: str, value: obj
         ("log.dir=true", "log.dir=True must be text, not true or false: put it in quotes"),
         (
             "model.activation=swiglo",
-            "model.activation=swiglo must be swiglu or gelu or clipped_swiglu: did you mean swiglu?",
+            "model.activation=swiglo must be swiglu or gelu or clipped_swiglu or squared_relu: did you mean swiglu?",
         ),
-        ("model.activation=3", "model.activation=3 must be swiglu or gelu or clipped_swiglu"),
+        ("model.activation=3", "model.activation=3 must be swiglu or gelu or clipped_swiglu or squared_relu"),
         (
             "model=3",
             f"model=3 must be a section with keys {', '.join(f.name for f in dataclasses.fields(ModelConfig))}",

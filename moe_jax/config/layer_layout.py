@@ -17,6 +17,8 @@ from typing import NamedTuple
 from moe_jax.config import AttentionView, Config, ModelConfig
 from moe_jax.errors import ConfigError
 
+_LONGEST = 64  # blocks that a repetition may have
+
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
@@ -37,11 +39,14 @@ def segments(model: ModelConfig) -> tuple[Segment, ...]:
     """Return the model's blocks as segments, from the bottom up.
 
     These are the dense blocks at the bottom, the whole periods above them, the remaining blocks, and the block of
-    multi-token prediction, which has parameters of its own and is a segment by itself.
+    multi-token prediction, which has parameters of its own and is a segment by itself. Blocks that repeat only in
+    places, as in Nemotron 3, are segments of the longest repetitions instead.
     """
     blocks, moe, attention = list(zip(model.block_kinds, model.views, strict=True)), model.moe, model.attention
     view_period = math.lcm(attention.full_every or 1, attention.nope_every or 1, model.recurrent_period)
     bottom, top = moe.first_k_dense_replace if moe.num_experts else model.num_layers, model.num_layers
+    if model.mamba.mixer_only_offsets and 2 * view_period > model.num_layers:
+        return (*_repetitions(blocks[:top]), *(Segment.of([block], 1) for block in blocks[top:]))
     return (
         *_runs(blocks[:bottom], view_period),
         *_runs(blocks[bottom:top], math.lcm(view_period, moe.moe_layer_freq)),
@@ -61,6 +66,25 @@ def _runs(blocks: Sequence[tuple[str, AttentionView]], period: int) -> Iterator[
         yield Segment.of(blocks[:period], repeats)
     for block, run in itertools.groupby(blocks[repeats * period :]):
         yield Segment.of([block], len(list(run)))
+
+
+def _repetitions(blocks: Sequence[tuple[str, AttentionView]]) -> Iterator[Segment]:
+    """Yield segments of blocks that follow no pattern throughout: in turn the longest repetition that begins there."""
+    while blocks:
+        size, repeats = max(
+            ((size, _repeats(blocks, size)) for size in range(1, min(len(blocks) // 2, _LONGEST) + 1)),
+            key=lambda found: (found[0] * found[1] if found[1] > 1 else 1, -found[0]),
+            default=(1, 1),
+        )
+        size = size if repeats > 1 else 1
+        yield Segment.of(blocks[:size], repeats)
+        blocks = blocks[size * repeats :]
+
+
+def _repeats(blocks: Sequence[tuple[str, AttentionView]], size: int) -> int:
+    """Return how often the first `size` blocks stand one after the other at the beginning of blocks."""
+    starts = range(0, len(blocks), size)
+    return sum(1 for _ in itertools.takewhile(lambda start: blocks[start : start + size] == blocks[:size], starts))
 
 
 def check_blocks(model: ModelConfig, stages: int, chunks: int = 1) -> None:

@@ -22,6 +22,7 @@ from moe_jax.convert import (
     minimax_m2,
     mistral,
     mixtral,
+    nemotron_h,
     olmoe,
     phimoe,
     qwen2,
@@ -31,13 +32,14 @@ from moe_jax.convert import (
     qwen3_moe,
     qwen3_next,
 )
-from moe_jax.convert.family import Family, attention_block_pattern, expert_block_pattern
+from moe_jax.convert.family import Family, expert_block_pattern
 from moe_jax.convert.hf_config import ConvertError, HfConfig
+from moe_jax.convert.mamba import BlockParts, block_pattern
 
 _MODULES = (
     *(mixtral, llama, qwen3, qwen2, mistral, qwen3_moe, olmoe, qwen2_moe, deepseek_v3, deepseek_v2, gpt_oss),
     *(dots1, glm4_moe, minimax_m2, ernie4_5_moe, granitemoe, glm4_moe_lite, hunyuan_v1_moe, qwen3_next, qwen3_5_moe),
-    *(phimoe, llama4, granitemoehybrid),
+    *(phimoe, llama4, granitemoehybrid, nemotron_h),
 )
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 _BY_TYPE = FAMILIES | {name: family for family in FAMILIES.values() for name in family.aliases}
@@ -47,7 +49,6 @@ _NOT_BUILT = {
     "minimax": "lightning attention (MiniMax-01)",
     "kimi_linear": "delta net that decays each feature by itself (Kimi Linear)",
     "jamba": "Mamba-1 (Jamba)",
-    "nemotron_h": "block of Mamba-2, attention or experts alone, each with one norm (Nemotron-H)",
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "sparse attention with an indexer"),
     "dbrx": "norms that subtract the mean (DBRX)",
     "flex_olmo": "norms after attention and experts (FlexOlmo)",
@@ -134,14 +135,16 @@ def _effective_settings(model: ModelConfig) -> dict[str, Any]:
     else:
         unused |= {name for name in found if name.startswith("delta_net.")} - {"delta_net.num_value_heads"}
     if model.has_mamba:  # different numbers may give the same blocks
-        found["mamba.attn_layer_period"], found["mamba.attn_layer_offsets"] = attention_block_pattern(
-            [not view.is_recurrent for view in model.views]
-        )
+        pattern_of_blocks = block_pattern([BlockParts(not view.is_recurrent, view.has_mlp) for view in model.views])
+        found |= {f"mamba.{name}": value for name, value in pattern_of_blocks.items()}
     else:
         unused |= {name for name in found if name.startswith("mamba.")} - {"mamba.num_heads"}
     if all(view.is_recurrent for view in model.views):
         unused.add("attention.nope_every")
-    if "dense" not in model.block_kinds and not model.moe.dense_residual:
+    if not any(view.rope for view in model.views):
+        unused |= {"rope_theta", "partial_rotary_factor"}
+        unused |= {name for name in found if name.startswith("rope_scaling.")}
+    if not model.num_mlp_blocks and not model.moe.dense_residual:
         unused.add("intermediate_size")
     if model.attention.sliding_window is None and model.attention.chunk_size is None:
         unused.add("attention.full_every")
@@ -152,7 +155,8 @@ def _effective_settings(model: ModelConfig) -> dict[str, Any]:
     else:
         if model.moe.topk_group == model.moe.n_group:
             found |= {"moe.n_group": 1, "moe.topk_group": 1}  # experts of all groups can be chosen
-        pattern = expert_block_pattern([kind == "moe" for kind in model.block_kinds[: model.num_layers]])
+        blocks = zip(model.block_kinds[: model.num_layers], model.views, strict=False)
+        pattern = expert_block_pattern([kind == "moe" if view.has_mlp else None for kind, view in blocks])
         if pattern is not None:  # different numbers may give the same blocks
             found["moe.first_k_dense_replace"], found["moe.moe_layer_freq"] = pattern
         found["moe.norm_top1_prob"] = model.moe.divides_by_sum

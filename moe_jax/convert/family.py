@@ -26,6 +26,11 @@ class Family:
     aliases: tuple[str, ...] = ()  # further `model_type`s with the same settings, tensors and function
     # the rows of a block with a recurrent layer instead of attention; None: the family has none
     recurrent_block: Callable[[ModelConfig, str], list[Tensor]] | None = None
+    root: str = "model"  # the beginning of the names of tensors on disk, but the head's
+    # the rows of tensors outside blocks, for this beginning; None: `unstacked_rows`
+    ends: Callable[[ModelConfig, str], list[Tensor]] | None = None
+    # for each block the numbers on disk of its attention, and of its MLP or experts; None: those of the block
+    numbers: Callable[[ModelConfig], list[tuple[int, int]]] | None = None
 
     def model(self, hf: HfConfig) -> ModelConfig:
         """Return the model of a config.json. Raises ConvertError for unsupported settings."""
@@ -33,18 +38,17 @@ class Family:
 
     def rows(self, model: ModelConfig, kind: str, view: AttentionView) -> list[Tensor]:
         """Return the table rows of a block of a kind with a view of attention."""
-        if view.is_recurrent:
-            assert self.recurrent_block is not None, "models with recurrent layers are of families that have them"
-            return self.recurrent_block(model, kind)
-        return self.block(model, kind)
+        block = self.recurrent_block if view.is_recurrent else self.block
+        assert block is not None, "models with recurrent layers are of families that have them"
+        return [row for row in block(model, kind) if view.has_mlp or row.path.startswith("attention.")]
 
 
-def unstacked_rows(model: ModelConfig) -> list[Tensor]:
+def unstacked_rows(model: ModelConfig, root: str) -> list[Tensor]:
     """Return the rows of tensors outside blocks: the embedding, the last norm and the head."""
     head = [] if model.tie_word_embeddings else [Tensor("lm_head.weight", "head", "vocab model")]
     return [
-        Tensor("model.embed_tokens.weight", "embedding", "vocab model"),
-        *_norm_rows(model, "model.norm", ""),
+        Tensor(f"{root}.embed_tokens.weight", "embedding", "vocab model"),
+        *_norm_rows(model, f"{root}.norm", ""),
         *head,
         *([Tensor("lm_head.bias", "head_bias", "vocab")] if model.head_bias else []),
     ]
@@ -136,30 +140,23 @@ def expert_block_settings(hf: HfConfig) -> dict[str, Any]:
     return {"first_k_dense_replace": found[0], "moe_layer_freq": found[1]}
 
 
-def expert_block_pattern(has: Sequence[bool], preferred: int = 1) -> tuple[int, int] | None:
+def expert_block_pattern(has: Sequence[bool | None], preferred: int = 1) -> tuple[int, int] | None:
     """Return `first_k_dense_replace` and `moe_layer_freq` of blocks, or None if they follow no such pattern.
 
-    `has` says which blocks have experts. Of several solutions, the one with the `preferred` frequency is returned.
+    `has` says which blocks have experts; None: a block has neither these nor an MLP, whatever the pattern says. Of
+    several solutions, the one with the `preferred` frequency is returned.
     """
     own = [i for i, with_experts in enumerate(has) if with_experts]
     if not own:
         return None
-    for every in (preferred, own[1] - own[0] if len(own) > 1 else len(has) - own[0]):
+    most = own[1] - own[0] if len(own) > 1 else len(has) - own[0]
+    for every in (preferred, *range(most, 0, -1)):
         first = own[0] - every + 1
-        if first >= 0 and own == list(range(own[0], len(has), every)):
+        if first >= 0 and all(
+            wanted in (None, i >= own[0] and (i - own[0]) % every == 0) for i, wanted in enumerate(has)
+        ):
             return first, every
     return None
-
-
-def attention_block_pattern(has: Sequence[bool]) -> tuple[int | None, tuple[int, ...]]:
-    """Return the shortest `attn_layer_period` of blocks, and its `attn_layer_offsets`; blocks may end within a period.
-
-    `has` says which blocks have attention.
-    """
-    if not any(has):
-        return None, ()
-    period = next(n for n in range(1, len(has) + 1) if has[n:] == has[: len(has) - n])
-    return period, tuple(place for place in range(period) if has[place])
 
 
 def check_no_windows(hf: HfConfig) -> None:

@@ -28,7 +28,7 @@ DTYPES = {
     "bfloat16": np.dtype(jnp.bfloat16),
     "float16": np.dtype(np.float16),
 }
-_BLOCK = re.compile(r"model\.layers\.\d+\.")
+_BLOCK = re.compile(r"(?:model|backbone)\.layers\.\d+\.")
 _LANGUAGE = re.compile(r"^(model\.)?language_model\.")  # of a model that also sees images
 _DERIVED = "rotary_emb.inv_freq"  # a tensor of older files, which follows from the settings
 

@@ -18,16 +18,18 @@ _GRANITE = {  # which stores all experts in two tensors anyway
     "block_sparse_moe.router.layer.weight": "block_sparse_moe.router.weight",
 }
 _EITHER = (f".{_GATE_UP}", ".block_sparse_moe.experts.gate_up_proj")
+_ENDS = "model.embeddings.weight"  # of Nemotron-H, whose names begin with `backbone` otherwise
 _PER_EXPERT = "{expert}"
 _OLDER = {"block_sparse_moe.": "mlp.", "mlp.moe_statics.": "mlp.gate.moe_statics."}  # Mixtral's and ERNIE's names
 
 
 def stored_family(family: Family, names: Collection[str]) -> Family:
     """Return the family with the table that fits files with these tensors: the fused one if experts are fused."""
-    if not any(name.endswith(_EITHER) for name in names):
+    if not any(name.endswith(_EITHER) or name == _ENDS for name in names):
         return family
     return dataclasses.replace(
         family,
+        root="model",
         block=functools.partial(_rows, family.block),
         recurrent_block=family.recurrent_block and functools.partial(_rows, family.recurrent_block),
     )
@@ -53,6 +55,9 @@ def _newer(name: str) -> str:
 
 def _fused_row(row: Tensor, hidden: int) -> Tensor:
     """Return the row of all experts' gate, up or down matrices; gate and up share a tensor, with gate first."""
+    if row.name.startswith("mixer."):  # without gates
+        name = row.name.replace(f".{_PER_EXPERT}", "").removesuffix(".weight")
+        return Tensor(name, row.path, f"experts {row.axes}")
     name, part = _DOWN, None
     if not row.path.endswith(".down"):
         first = hidden * row.path.endswith(".up")

@@ -1,23 +1,21 @@
 """Granite 4 (IBM 2025): Mamba-2, between it attention, mostly without positions; experts with a shared MLP.
 
-One tensor of a Mamba-2 layer has the gates, values, keys (B), queries (C) and steps of all heads and groups, one after
-the other; another one the convolutions of values, keys and queries. Models without experts have the shared MLP alone.
+Models without experts have the shared MLP alone.
 """
 
-import math
 from typing import Any
 
 from moe_jax.config import AttentionConfig, MambaConfig, ModelConfig, MoEConfig
-from moe_jax.convert.family import Family, attention_block_pattern, attention_rows, norm_rows, top_k_settings
+from moe_jax.convert.family import Family, attention_rows, norm_rows, top_k_settings
 from moe_jax.convert.granitemoe import expert_rows, factors, granite_settings, input_rows
 from moe_jax.convert.hf_config import ConvertError, HfConfig
+from moe_jax.convert.mamba import NO_LIMIT, BlockParts, block_pattern, mamba_rows
 from moe_jax.convert.shared import grouped_heads, shared_settings
-from moe_jax.convert.tensors import AxisPart, Tensor
+from moe_jax.convert.tensors import Tensor
 
 # in layer_types, and other names of the same that transformers has
 _MAMBA, _ATTENTION = "mamba", "attention"
 _NAMES = {_MAMBA: _MAMBA, "linear_attention": _MAMBA, _ATTENTION: _ATTENTION, "full_attention": _ATTENTION}
-_NO_LIMIT = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])  # of the steps of time, as JSON has it
 
 
 def _model(hf: HfConfig) -> ModelConfig:
@@ -64,7 +62,7 @@ def _mamba(hf: HfConfig) -> MambaConfig:
         return MambaConfig()
     hf.only("mamba_proj_bias", False)
     hf.only("mamba_conv_bias", True)
-    hf.only("time_step_limit", *_NO_LIMIT)
+    hf.only("time_step_limit", *NO_LIMIT)
     heads, width = hf.whole("mamba_n_heads"), hf.whole("mamba_expand") * hf.whole("hidden_size")
     if not heads or width % heads:
         raise ConvertError(
@@ -72,15 +70,13 @@ def _mamba(hf: HfConfig) -> MambaConfig:
         )
     head_dim = width // heads
     hf.only("mamba_d_head", "auto", head_dim)
-    period, offsets = attention_block_pattern([each == _ATTENTION for each in types])
     return MambaConfig(
         num_heads=heads,
         head_dim=head_dim,
         n_groups=hf.whole("mamba_n_groups"),
         d_state=hf.whole("mamba_d_state"),
         d_conv=hf.whole("mamba_d_conv"),
-        attn_layer_period=period,
-        attn_layer_offsets=offsets,
+        **block_pattern([BlockParts(attention=each == _ATTENTION) for each in types]),
     )
 
 
@@ -118,38 +114,7 @@ def _block(model: ModelConfig, kind: str) -> list[Tensor]:
 
 def _mamba_block(model: ModelConfig, kind: str) -> list[Tensor]:
     """Return the rows of a block with Mamba-2."""
-    mamba, name = model.mamba, "mamba"
-    values, keys, heads = mamba.value_width, mamba.group_width, mamba.num_heads or 0
-    projected = {"gate": values, "value": values, "key": keys, "query": keys, "step": heads}
-    convolved = {"value": values, "key": keys, "query": keys}
-    axes = {"gate": "heads.head", "value": "heads.head", "step": "heads"}
-    rows = [
-        Tensor(f"{name}.in_proj.weight", f"attention.{own}", f"{axes.get(own, _OF_GROUPS)} model", within=part)
-        for own, part in _parts(projected).items()
-    ]
-    for own, part in _parts(convolved).items():
-        axis = axes.get(own, _OF_GROUPS)
-        rows.append(Tensor(f"{name}.conv1d.weight", f"attention.conv_{own}", f"{axis} 1 taps", within=part))
-        rows.append(Tensor(f"{name}.conv1d.bias", f"attention.conv_{own}_bias", axis, within=part))
-    return [
-        *norm_rows(model),
-        *rows,
-        Tensor(f"{name}.A_log", "attention.decay_log", "heads"),
-        Tensor(f"{name}.dt_bias", "attention.step_bias", "heads"),
-        Tensor(f"{name}.D", "attention.skip", "heads"),
-        Tensor(f"{name}.norm.weight", "attention.value_norm", "heads.head"),
-        Tensor(f"{name}.out_proj.weight", "attention.out", "model heads.head"),
-        *_mlp(model, kind),
-    ]
-
-
-def _parts(sizes: dict[str, int]) -> dict[str, AxisPart]:
-    """Return the parts of a tensor that has arrays of these sizes one after the other."""
-    total, first, found = sum(sizes.values()), 0, {}
-    for own, size in sizes.items():
-        found[own] = AxisPart(first, total)
-        first += size
-    return found
+    return [*norm_rows(model), *mamba_rows(model, "mamba"), *_mlp(model, kind)]
 
 
 def _mlp(model: ModelConfig, kind: str) -> list[Tensor]:
@@ -165,7 +130,6 @@ def _shared_rows(path: str, hidden: int) -> list[Tensor]:
     return [*input_rows("shared_mlp.input_linear.weight", path, hidden, "hidden model"), down]
 
 
-_OF_GROUPS = "group_heads.head"
 _DEFAULTS = {
     "max_position_embeddings": 2048,
     "num_local_experts": 8,

@@ -54,11 +54,13 @@ def array_slices(model: ModelConfig, family: Family, copies: bool = False) -> di
         names, sizes = dims[path][stacked:], shapes[path].shape[stacked:]
         found.setdefault(path, []).append(ArraySlice(path, names, dict(zip(names, sizes, strict=True)), row, prefix))
 
-    for row in unstacked_rows(model):
+    for row in (family.ends or unstacked_rows)(model, family.root):
         add((row.path,), row, "", False)
+    numbers = family.numbers(model) if family.numbers else [(layer, layer) for layer in range(model.num_blocks)]
     for layer, (number, place, kind, view) in enumerate(_blocks(model)):
         for row in family.rows(model, kind, view):
-            add(("segments", number, place, *row.path.split(".")), row, f"model.layers.{layer}.", True)
+            on_disk = numbers[layer][not row.path.startswith("attention.")]
+            add(("segments", number, place, *row.path.split(".")), row, f"{family.root}.layers.{on_disk}.", True)
         if layer == model.num_layers:
             above = mtp.prefix(model)
             for row in mtp.INPUT_ROWS:

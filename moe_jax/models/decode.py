@@ -199,6 +199,8 @@ def _extend(
         y_BND, new = attend_cached(block["attention"], x_BND, old, position_B, count_B, model=model, view=view)
         updated.append(new)
         x_BND += y_BND
+        if not view.has_mlp:
+            continue
         h_BND = block_norm(block, x_BND, model)
         added = _feed_forward(block, h_BND, model, compute, inputs.above(number))
         x_BND += scaled(added, model.residual_multiplier)

@@ -79,7 +79,8 @@ ONE = MatrixProduct(matmul, lambda vector: vector, lambda x, dy: x.T @ dy)  # on
 
 
 def mlp(params: Mapping[str, jax.Array], x: jax.Array, product: MatrixProduct = ONE) -> jax.Array:
-    """Apply SwiGLU if there is a gate matrix (clipped for `clipped_gate`), otherwise GELU.
+    """Apply SwiGLU if there is a gate matrix (clipped for `clipped_gate`), otherwise GELU, or with `squared_up` instead
+    of `up` max(x, 0)² (So et al. 2021, "Primer").
 
     With a token gate the result is multiplied by its sigmoid. Given a shard of the hidden width, the result is that
     shard's part of the sum.
@@ -91,11 +92,13 @@ def mlp(params: Mapping[str, jax.Array], x: jax.Array, product: MatrixProduct = 
             return y
         return y + product.of_rows(bias, *product.groups).astype(y.dtype)
 
-    up = linear(x, "up")
+    up = linear(x, "squared_up" if "squared_up" in params else "up")
     if "gate" in params:
         hidden = jax.nn.silu(linear(x, "gate")) * up
     elif "clipped_gate" in params:
         hidden = _clipped_swiglu(linear(x, "clipped_gate"), up)
+    elif "squared_up" in params:
+        hidden = jnp.square(jax.nn.relu(up))
     else:
         hidden = jax.nn.gelu(up)
     y = linear(hidden, "down")

@@ -21,8 +21,13 @@ from moe_jax.config.layer_layout import Stages, decoder_segments, segments
 from moe_jax.parallel.sharding import Dims
 from moe_jax.parallel.trees import ParamDims, Params, Tree
 
-# names of gate matrices, which determine the kind of an MLP
-_GATES = {"swiglu": "gate", "clipped_swiglu": "clipped_gate", "gelu": None}
+# names of the matrices before an MLP's activation, which determine it
+_INNER = {
+    "swiglu": ("gate", "up"),
+    "clipped_swiglu": ("clipped_gate", "up"),
+    "gelu": ("up",),
+    "squared_relu": ("squared_up",),
+}
 _ROUTER_STD = 0.01  # small: initially all experts are about equally likely
 
 
@@ -178,15 +183,12 @@ class MLP(nnx.Module):
 
     def __init__(self, model: ModelConfig, hidden: int, declare: _Declare, bias: bool = False, **stack: int):
         in_std, out_std = model.hidden_size**-0.5, (hidden * 2 * model.num_layers) ** -0.5
-        gate = _GATES[model.activation]
-        if gate is not None:
-            setattr(self, gate, declare.matrix(in_std, **stack, model=model.hidden_size, hidden=hidden))
-        self.up = declare.matrix(in_std, **stack, model=model.hidden_size, hidden=hidden)
+        for name in _INNER[model.activation]:
+            setattr(self, name, declare.matrix(in_std, **stack, model=model.hidden_size, hidden=hidden))
         self.down = declare.matrix(out_std, **stack, hidden=hidden, model=model.hidden_size)
         if bias:
-            if gate is not None:
-                setattr(self, f"{gate}_bias", declare.offset(**stack, hidden=hidden))
-            self.up_bias = declare.offset(**stack, hidden=hidden)
+            for name in _INNER[model.activation]:
+                setattr(self, f"{name}_bias", declare.offset(**stack, hidden=hidden))
             self.down_bias = declare.offset(**stack, model=model.hidden_size)
 
 
@@ -226,14 +228,15 @@ class MTPInput(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention, then an MLP or an MoE layer. That of multi-token prediction also makes its own input."""
+    """Attention, then an MLP, an MoE layer or nothing. That of multi-token prediction also makes its own input."""
 
     def __init__(self, kind: str, view: AttentionView, model: ModelConfig, declare: _Declare, is_mtp: bool = False):
         self.attention = _attention(model, view)(model, declare)
-        declare.norm_of(self, model)
+        if view.has_mlp:
+            declare.norm_of(self, model)
         if kind == "moe":
             self.moe = MoELayer(model, declare)
-        else:
+        elif view.has_mlp:
             self.mlp = MLP(model, model.intermediate_size, declare)
         if is_mtp:
             self.mtp_input = MTPInput(model, declare)

@@ -245,6 +245,8 @@ def dense_block(
     """Run one block without experts. Also return the largest attention logits if `impl` asks for them."""
     added_BND, max_logit_H = attend(params["attention"], x_BND, model, view, impl, document_BL)
     x_BND = x_BND + added_BND
+    if not view.has_mlp:
+        return x_BND, max_logit_H
     return x_BND + _sharded_mlp(params["mlp"], block_norm(params, x_BND, model), model), max_logit_H
 
 
@@ -267,7 +269,7 @@ def block(
 
     Also return the statistics of its router, with experts, and the largest attention logits, if they are asked for.
     """
-    if "mlp" in params:
+    if "moe" not in params:
         x_BND, max_logit_H = dense_block(params, x_BND, model, view, compute.attention, document_BL)
         return x_BND, None, max_logit_H
     length = x_BND.shape[1]

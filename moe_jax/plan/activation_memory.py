@@ -196,10 +196,11 @@ def _tile_range(name: str, platform: str) -> tuple[int, int]:
     return max(least for least, _ in ranges), min(most for _, most in ranges)
 
 
-def _mlps(model: ModelConfig, kind: str) -> list[int]:
-    """Hidden widths of a block's MLPs that every token passes through."""
+def _mlps(model: ModelConfig, kind: str) -> list[float]:
+    """Hidden widths of a block's MLPs that every token passes through; `mixer`: it has neither an MLP nor experts."""
     moe = model.moe
-    widths = {
+    widths: dict[str, list[float]] = {
+        "mixer": [],
         "dense": [model.intermediate_size],
         "moe": [moe.num_shared_experts * moe.intermediate_size, model.intermediate_size * moe.dense_residual],
     }
@@ -208,8 +209,18 @@ def _mlps(model: ModelConfig, kind: str) -> list[int]:
 
 def stored_bytes(sizes: DeviceSizes, model: ModelConfig, kind: str, mode: Mode, remat_unit: RematUnit) -> float:
     """Bytes that a block of this kind, `dense` or `moe`, stores for its backward pass: the mean of those with attention
-    and with recurrent layers.
+    and with recurrent layers, and if it is dense of those with and without an MLP.
     """
+    dense = model.block_kinds.count("dense")
+    if kind != "dense" or model.num_mlp_blocks == dense:
+        return _mean_bytes(sizes, model, kind, mode, remat_unit)
+    with_mlp = model.num_mlp_blocks / dense
+    found = (1 - with_mlp) * _mean_bytes(sizes, model, "mixer", mode, remat_unit)
+    return found + with_mlp * _mean_bytes(sizes, model, "dense", mode, remat_unit)
+
+
+def _mean_bytes(sizes: DeviceSizes, model: ModelConfig, kind: str, mode: Mode, remat_unit: RematUnit) -> float:
+    """Bytes that a block of this kind, or a mixer alone, stores on average."""
     share = recurrent_share(model)
     of_attention = _stored_bytes(sizes, model, kind, mode, remat_unit) if share < 1 else 0.0
     if not share:
@@ -241,37 +252,40 @@ def _stored_bytes(sizes: DeviceSizes, model: ModelConfig, kind: str, mode: Mode,
         copies = item * sizes.tokens * (sizes.kv_heads * extra + sizes.heads * model.qk_width * bool(extra))
     elif sizes.kernel == "splash" and mode == "all":  # outputs in the kernel's layout, too
         copies = item * sizes.tokens * sizes.heads * model.v_width
+    norms = 1 if kind == "mixer" else 2
     mlps, whole = _mlps(model, kind), sizes.tokens if gathered else 0.0  # attention and each MLP gather all tokens
     hidden_values = sizes.tokens * sum(mlps) / sizes.tensor * item
     matrices = 2 if model.is_gated else 1  # before the activation function
-    activation_values = 9 if model.activation == "clipped_swiglu" else 6  # stored per hidden value in mode "all"
+    # stored per hidden value: in mode "all", and in "least"; a comparison has a byte
+    activation_values = {"clipped_swiglu": 9, "squared_relu": 2 + 1 / item}.get(model.activation, 6)
+    least_values = 1 + 1 / item if model.activation == "squared_relu" else matrices
     rows, choices = sizes.rows, own * moe.top_k
     if mode == "all":
         total = squares * (4 + item) + 2 * statistics  # exponentials, and quotients for the next product
-        total += 6 * stream_32 + stream + item * 2 * (query + keys)
+        total += 3 * norms * stream_32 + stream + item * 2 * (query + keys)
         total += 12 * (query + key) if model.qk_norm else 0
         total += activation_values * hidden_values + (stream if mlps else 0)
         total += item * model.hidden_size * ((1 + bool(mlps)) * gathered + max(len(mlps) - 1, 0) * whole)
     elif mode in ("least", "fused"):
-        total = squares * 4 + 2 * statistics + 2 * stream + item * 2 * (query + keys)
+        total = squares * 4 + 2 * statistics + norms * stream + item * 2 * (query + keys)
         total += item * (query + key) if model.qk_norm else 0
-        total += (_FUSED_HIDDEN if mode == "fused" else matrices) * hidden_values
+        total += (_FUSED_HIDDEN if mode == "fused" else least_values) * hidden_values
         total += _FUSED_STREAMS * stream if mode == "fused" else 0
         total += item * model.hidden_size * (1 + len(mlps)) * whole
     else:
-        total = stream  # a block's input, or the output of its MLP, which is a product
+        total = stream  # a block's input, or the output of its MLP or mixer, which is a product
         if mode == "dots":
-            total += stream + item * (query + 2 * key) + matrices * hidden_values
+            total += (norms - 1) * stream + item * (query + 2 * key) + matrices * hidden_values
     if mode in ("all", "fused", "least"):
         total += copies
     total += _latent_bytes(sizes, model, mode)
     if model.attention.output_gate:
         total += item * query * {"all": 3, "full": 0}.get(mode, 1)  # of the gates: results, and what these multiply
-    if kind == "dense" or (mode in ("dots", "full") and remat_unit == "period"):
+    if kind != "moe" or (mode in ("dots", "full") and remat_unit == "period"):
         return total + (own * moe.num_experts * 4 if kind == "moe" and mode == "dots" else 0)
     # received and returned rows, and their destinations
     total += item * model.hidden_size * (rows.computed + rows.sent) + 4 * rows.sent
-    of_hidden = {"all": activation_values, "fused": _FUSED_HIDDEN, "least": matrices}.get(mode, 0)
+    of_hidden = {"all": activation_values, "fused": _FUSED_HIDDEN, "least": least_values}.get(mode, 0)
     total += of_hidden * rows.computed * moe.intermediate_size / sizes.expert_tensor * item
     logits = 4 * own * moe.num_experts * moe.slots_per_expert
     least = logits + 16 * choices

@@ -83,7 +83,11 @@ def _block(model: ModelConfig, kind: str, block: int) -> Iterator[Op]:
     yield op("projections", "h", "q k v", *_all(4, _SEQUENCES, _TOKENS), (_WHOLE, _HEADS, _HEADS, _HEADS))
     yield op("attention", "q k v", "a", *_all(4, _SEQUENCES, _HEADS), (_TOKENS, _WHOLE, _WHOLE, _TOKENS))
     yield op("output", "a", "o", *_all(2, _SEQUENCES, _TOKENS), (_WHOLE, _FEATURES))
-    yield op("residual", "x o", "y", *_all(3, _SEQUENCES, _TOKENS, _FEATURES))
+    has_mixer_only = kind == "dense" and not model.num_mlp_blocks
+    after = "next" if has_mixer_only else "y"
+    yield op("residual", "x o", after, *_all(3, _SEQUENCES, _TOKENS, _FEATURES))
+    if has_mixer_only:
+        return
     yield op("norm", "y", "z", *_all(2, _SEQUENCES, _TOKENS))
     has_mlp = kind == "dense" or moe.num_shared_experts > 0 or moe.dense_residual
     if has_mlp:

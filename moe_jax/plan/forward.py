@@ -17,7 +17,7 @@ from moe_jax.config import ModelConfig
 from moe_jax.plan.axes import CutAxis, Op, find_cut, forward_ops
 from moe_jax.plan.candidates import policies
 from moe_jax.plan.estimate import Estimate
-from moe_jax.plan.resources import attention_matrices, gate_matrices, mixed_matrices
+from moe_jax.plan.resources import attention_matrices, gate_matrices, mean_mlp_width, mixed_matrices
 from moe_jax.plan.step_times import Step
 from moe_jax.schedule.actions import Action, two_streams
 from moe_jax.schedule.simulation import simulate_streams
@@ -217,7 +217,7 @@ def _shares(model: ModelConfig, kind: str) -> Mapping[str, float]:
     Ops without such parameters count as part of their neighbours.
     """
     moe, matrices = model.moe, 3 if model.is_gated else 2
-    hidden = model.intermediate_size if kind == "dense" or moe.dense_residual else 0
+    hidden = mean_mlp_width(model) if kind == "dense" else float(model.intermediate_size * moe.dense_residual)
     hidden += moe.intermediate_size * moe.num_shared_experts if kind == "moe" else 0
     output = model.hidden_size * model.num_attention_heads * model.v_width
     parameters = {

@@ -44,7 +44,7 @@ from moe_jax.plan.param_gathers import gathered_parameter_bytes, shard_cast_byte
 from moe_jax.plan.recurrent import recurrent_share
 from moe_jax.plan.resources import (
     count_parameters,
-    owned_by_kind,
+    owned_by_block,
     owned_parameters,
     parameters_per_device,
     with_mtp_input,
@@ -285,7 +285,7 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
         ("backward", held | {"activations": activations, "working": working}),
     ]
     for each in stages.mtp:
-        block = with_mtp_input(owned_by_kind(model, each.view.is_recurrent)[each.kind], model)
+        block = with_mtp_input(owned_by_block(model, each.kind, each.view), model)
         gradients = 4 * sum(params_by_group(block, config, mesh).values())
         in_block = gradients + working_bytes(config, sizes, compiler, mode, mesh, 1)
         moments.append(("head", held | {"activations": activations + of_mtp, "working": in_block}))

@@ -32,7 +32,9 @@ class Matrices(NamedTuple):
         return iterations * (4 * least**2 * most + 2 * least**3)
 
 
-def hidden_matrices(model: ModelConfig, kind: str, is_recurrent: bool = False) -> Counter[Matrices]:
+def hidden_matrices(
+    model: ModelConfig, kind: str, is_recurrent: bool = False, has_mlp: bool = True
+) -> Counter[Matrices]:
     """Return the number of arrays of each shape in a block of a kind, without those of its gate."""
     d, heads, latent, delta = model.hidden_size, model.num_attention_heads, model.latent, model.delta_net
     outputs = recurrent_layer(model).values if is_recurrent else heads * model.v_width
@@ -55,7 +57,7 @@ def hidden_matrices(model: ModelConfig, kind: str, is_recurrent: bool = False) -
         found[Matrices("heads_and_hidden", rank, heads * latent.qk_nope_head_dim)] += 1
         found[Matrices("heads_and_hidden", rank, heads * model.v_width)] += 1
     moe, of_mlp = model.moe, 3 if model.is_gated else 2
-    if kind == "dense" or moe.dense_residual:
+    if has_mlp if kind == "dense" else moe.dense_residual:
         found[Matrices("heads_and_hidden", d, model.intermediate_size)] += of_mlp
     if kind == "moe":
         found[Matrices("expert", d, moe.intermediate_size)] += of_mlp
@@ -95,10 +97,10 @@ def _stacks(config: Config, mesh: Mapping[str, int]) -> Iterator[tuple[Matrices,
     model, stages, shards = config.model, Stages.of(config), parts_by_owner(config, mesh)
     experts = config.expert_slots(mesh) / config.mesh.expert_ranks(mesh)
     shared_by = {"whole": 1, "heads_and_hidden": mesh["tensor"], "expert": config.mesh.expert_tensor_ranks(mesh)}
-    all_blocks = Counter(zip(model.block_kinds, (view.is_recurrent for view in model.views), strict=True))
-    for (kind, is_recurrent), count in all_blocks.items():
+    views = ((view.is_recurrent, view.has_mlp) for view in model.views)
+    for (kind, of_view), count in Counter(zip(model.block_kinds, views, strict=True)).items():
         blocks = -(-count // stages.stages)
-        for each, arrays in hidden_matrices(model, kind, is_recurrent).items():
+        for each, arrays in hidden_matrices(model, kind, *of_view).items():
             ranks = shards[each.owner] * shared_by[each.owner]
             yield each, arrays, blocks * (experts if each.owner == "expert" else 1) / ranks
     if model.has_mtp:  # the matrix of the input of its block

@@ -16,7 +16,7 @@ from moe_jax.config import Config, ModelConfig
 from moe_jax.plan.clusters.hardware import Device, MatrixUnits
 from moe_jax.plan.curves import Curve
 from moe_jax.plan.recurrent import recurrent_layer, recurrent_share
-from moe_jax.plan.resources import gate_matrices
+from moe_jax.plan.resources import gate_matrices, mean_mlp_width
 from moe_jax.plan.task_times import task_seconds
 from moe_jax.plan.work import busiest_rows
 from moe_jax.schedule.actions import Action
@@ -125,7 +125,7 @@ def block_products(config: Config, tokens: float, tensor: int, expert_ranks: int
     return {
         "embed": (),
         "attend": (*attention, *shared, *([gate] if gate.columns else [])),
-        "dense": (*attention, *mlp(model.intermediate_size, rows)),
+        "dense": (*attention, *mlp(mean_mlp_width(model), rows)),
         "expert": tuple(mlp(moe.intermediate_size, of_expert, local, expert_kind, shared_by)),
         "head": (*[head] * (1 + model.num_nextn_predict_layers), *([mtp_input] if model.has_mtp else [])),
     }

@@ -52,14 +52,14 @@ def count_parameters(model: ModelConfig) -> Parameters:
     num_moe = model.block_kinds.count("moe")
     attentions = [_attention(model, view.is_recurrent) for view in model.views]
     attention, expert = _Count(*map(sum, zip(*attentions, strict=True))), _mlp(model, moe.intermediate_size, moe.bias)
-    num_dense = blocks - num_moe + (num_moe if moe.dense_residual else 0)
+    num_dense = model.num_mlp_blocks + (num_moe if moe.dense_residual else 0)
     dense, shared = _mlp(model, model.intermediate_size), _mlp(model, moe.intermediate_size * moe.num_shared_experts)
     mlps = num_moe * shared.total + num_dense * dense.total
     head, gate = d * model.vocab_size, _gate(model)
     chosen = num_moe * moe.top_k
     matrix_active = attention.matrices + mlps + num_moe * gate.matrices + chosen * expert.matrices + head
     matrix_active += _mtp_input(model).matrices
-    norms = 2 * blocks + 1 + model.num_nextn_predict_layers
+    norms = blocks + num_moe + model.num_mlp_blocks + 1 + model.num_nextn_predict_layers
     vectors = (
         _norm(model) * norms
         + _head_bias(model)
@@ -117,10 +117,7 @@ def owned_parameters(model: ModelConfig) -> Owners:
     own_head = 0 if model.tie_word_embeddings else table
     vectors = _norm(model) * (1 + model.num_nextn_predict_layers) + _head_bias(model)
     head = Owned(vectors + own_head, end_matrices=own_head)
-    views = (view.is_recurrent for view in model.views)
-    blocks = [
-        owned_by_kind(model, is_recurrent)[kind] for kind, is_recurrent in zip(model.block_kinds, views, strict=True)
-    ]
+    blocks = [owned_by_block(model, kind, view) for kind, view in zip(model.block_kinds, model.views, strict=True)]
     blocks[model.num_layers :] = [with_mtp_input(each, model) for each in blocks[model.num_layers :]]
     return Owners((Owned(table, end_matrices=table), *blocks, head))
 
@@ -131,9 +128,16 @@ def with_mtp_input(block: Owned, model: ModelConfig) -> Owned:
     return block._replace(whole=block.whole + more.total, whole_matrices=block.whole_matrices + more.whole_matrices)
 
 
+def owned_by_block(model: ModelConfig, kind: str, view: AttentionView) -> Owned:
+    """Parameters of a block of a kind, `dense` or `moe`, with a view of attention."""
+    return owned_by_kind(model, view.is_recurrent, view.has_mlp)[kind]
+
+
 @functools.lru_cache(maxsize=256)
-def owned_by_kind(model: ModelConfig, is_recurrent: bool = False) -> dict[str, Owned]:
-    """Parameters of a block, by its kind, `dense` or `moe`; with attention or a recurrent layer."""
+def owned_by_kind(model: ModelConfig, is_recurrent: bool = False, has_mlp: bool = True) -> dict[str, Owned]:
+    """Parameters of a block, by its kind, `dense` or `moe`; with attention or a recurrent layer, and if it is dense
+    with or without an MLP.
+    """
     moe = model.moe
     attention, expert = _attention(model, is_recurrent), _mlp(model, moe.intermediate_size, moe.bias)
     dense, shared = _mlp(model, model.intermediate_size), _mlp(model, moe.intermediate_size * moe.num_shared_experts)
@@ -141,7 +145,7 @@ def owned_by_kind(model: ModelConfig, is_recurrent: bool = False) -> dict[str, O
     always, sharded = 2 * _norm(model) + attention.whole_matrices + attention.whole_vectors, attention.sharded
     common = {"whole_matrices": attention.whole_matrices, "sharded_vectors": attention.sharded_vectors}
     return {
-        "dense": Owned(always, sharded + dense.total, **common),
+        "dense": Owned(always - (0 if has_mlp else _norm(model)), sharded + (dense.total if has_mlp else 0), **common),
         "moe": Owned(
             always + _gate(model).total,
             sharded + shared.total + (dense.total if moe.dense_residual else 0),
@@ -152,6 +156,16 @@ def owned_by_kind(model: ModelConfig, is_recurrent: bool = False) -> dict[str, O
             expert_vectors=experts * expert.sharded_vectors,
         ),
     }
+
+
+def mean_mlp_width(model: ModelConfig) -> float:
+    """The hidden width of the MLP of blocks without experts, on average: blocks without an MLP count with 0."""
+    dense = model.block_kinds.count("dense")
+    return (
+        model.intermediate_size
+        if dense == model.num_mlp_blocks
+        else (model.intermediate_size * model.num_mlp_blocks / dense)
+    )
 
 
 def attention_matrices(model: ModelConfig) -> float:

@@ -9,7 +9,7 @@ from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages, segments
 from moe_jax.plan.collective_costs import DeviceGroup
 from moe_jax.plan.gradients import ITEM_BYTES, Sum, params_by_group, parts_of, shard_groups
-from moe_jax.plan.resources import Owned, owned_by_kind, owned_parameters, with_mtp_input
+from moe_jax.plan.resources import Owned, owned_by_block, owned_parameters, with_mtp_input
 
 
 class StageParameters(NamedTuple):
@@ -57,7 +57,7 @@ def _stage_parameters(stages: Stages) -> StageParameters:
     model = stages.model
     embedding, *_, head = owned_parameters(model)
     blocks = [
-        (owned_by_kind(model, view.is_recurrent)[kind], total // stages.stages)
+        (owned_by_block(model, kind, view), total // stages.stages)
         for segment, (total, *_) in zip(segments(model), stages.layout, strict=True)
         for kind, view in zip(segment.kinds, segment.views, strict=True)
     ]

@@ -7,7 +7,7 @@ from moe_jax.config.attention_kernels import ATTENTION_TILE, Kernel, kernel_of, 
 from moe_jax.config.loss_chunks import tokens_of_chunk
 from moe_jax.config.registry import HOOKS_FACTS
 from moe_jax.plan.recurrent import mean_over_blocks, recurrent_layer
-from moe_jax.plan.resources import attention_matrices, gate_matrices, mixed_matrices
+from moe_jax.plan.resources import attention_matrices, gate_matrices, mean_mlp_width, mixed_matrices
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -27,14 +27,13 @@ def work_of(config: Config, tokens: float, platform: str) -> dict[str, OpWork]:
     of_states = tokens * recurrent_layer(model).computed_flops
     scores = mean_over_blocks(model, attention_flops(config, tokens, platform), of_states)
     mixes = 2 * tokens * mixed_matrices(model)
-    dense = 2 * tokens * matrices * model.hidden_size * model.intermediate_size
-    shared = 2 * tokens * matrices * model.hidden_size * moe.intermediate_size * moe.num_shared_experts
-    shared += dense if moe.dense_residual else 0
+    of_mlp = 2 * tokens * matrices * model.hidden_size
+    shared = of_mlp * (moe.intermediate_size * moe.num_shared_experts + model.intermediate_size * moe.dense_residual)
     mtp = (model.vocab_size + 2 * model.hidden_size) * model.num_nextn_predict_layers  # its logits and its input
     return {
         "embed": OpWork(0.0),
         "attend": OpWork(attention + shared + 2 * tokens * gate_matrices(model), scores + mixes),
-        "dense": OpWork(attention + dense, scores),
+        "dense": OpWork(attention + of_mlp * mean_mlp_width(model), scores),
         "expert": OpWork(2 * busiest_rows(config, tokens) * matrices * model.hidden_size * moe.intermediate_size),
         "head": OpWork(2 * tokens * model.hidden_size * (model.vocab_size + mtp)),
     }
@@ -125,7 +124,7 @@ def gathered_widths(model: ModelConfig, kind: str) -> list[int]:
     Their summed outputs have the model's width.
     """
     moe, latent = model.moe, model.latent
-    has_mlp = kind == "dense" or moe.num_shared_experts > 0 or moe.dense_residual
+    has_mlp = (kind == "dense" and model.num_mlp_blocks > 0) or moe.num_shared_experts > 0 or moe.dense_residual
     for_attention = model.hidden_size
     if latent.kv_lora_rank is not None:
         latents = (latent.q_lora_rank or model.hidden_size) + latent.kv_lora_rank + latent.qk_rope_head_dim

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 
 from moe_jax.checkpoint.replicas.plan import safety_text
-from moe_jax.config import Config
+from moe_jax.config import AttentionView, Config
 from moe_jax.config.attention_kernels import unfused_reason
 from moe_jax.config.layer_layout import Stages
 from moe_jax.convert.hf_config import FILE
@@ -109,10 +109,7 @@ def attention_text(config: Config, mesh: jax.sharding.Mesh) -> dict[str, str]:
 def blocks_text(config: Config) -> str:
     """The kinds of the blocks, and how many blocks each pipeline stage has."""
     stages, model = Stages.of(config), config.model
-    kinds = [
-        f"{view.recurrent}+{kind}" if view.is_recurrent else kind
-        for kind, view in zip(model.block_kinds, model.views, strict=True)
-    ]
+    kinds = [_kind_text(kind, view) for kind, view in zip(model.block_kinds, model.views, strict=True)]
     text = " ".join(kinds[: config.model.num_layers])
     if config.model.has_mtp:
         text += f", and {kinds[-1]} for multi-token prediction"
@@ -123,6 +120,12 @@ def blocks_text(config: Config) -> str:
         return text
     of_stages = " + ".join(map(str, counts)) + (" + 1 with the head" if config.model.has_mtp else "")
     return f"{text} ({of_stages} on the stages)"
+
+
+def _kind_text(kind: str, view: AttentionView) -> str:
+    if not view.has_mlp:
+        return view.recurrent or "attention"
+    return f"{view.recurrent}+{kind}" if view.is_recurrent else kind
 
 
 def router_text(config: Config) -> dict[str, str]:

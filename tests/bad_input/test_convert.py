@@ -19,7 +19,7 @@ IN = "convert import hf --out made"
 WRITTEN = (
     "it must be mixtral, llama, qwen3, qwen2, mistral, qwen3_moe, olmoe, qwen2_moe, deepseek_v3, deepseek_v2, gpt_oss, "
     "dots1, glm4_moe, minimax_m2, ernie4_5_moe, granitemoe, glm4_moe_lite, hunyuan_v1_moe, qwen3_next, "
-    "qwen3_5_moe_text, phimoe, llama4_text, granitemoehybrid"
+    "qwen3_5_moe_text, phimoe, llama4_text, granitemoehybrid, nemotron_h"
 )
 READ = f"{WRITTEN}, kimi_k2"
 Damage = Callable[[Path], object]

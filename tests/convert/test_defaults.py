@@ -39,6 +39,7 @@ DEFAULTS = {
     "qwen3_next": (1e4, 2, 32_768),
     "qwen3_5_moe_text": (1e4, 2, 32_768),
     "granitemoehybrid": (1e4, HEADS, 2048),
+    "nemotron_h": (None, 8, 4096),  # without positions
 }
 
 
@@ -53,8 +54,13 @@ def test_families_have_defaults_of_their_own(name):
     theta, kv_heads, longest = DEFAULTS[name]
     left_out = ("rope_parameters", "num_key_value_heads", "max_position_embeddings", "original_max_position_embeddings")
     model = without(name, *left_out)
-    assert (model.rope_theta, model.kv_heads) == (theta, kv_heads)
+    assert model.kv_heads == kv_heads
     assert without(name, *left_out, num_key_value_heads=None).kv_heads == HEADS, "null is not left out"
+    if theta is None:
+        assert not any(view.rope for view in model.views)
+        assert FAMILIES[name].defaults["max_position_embeddings"] == longest
+        return
+    assert model.rope_theta == theta
     scaled = without(name, *left_out, rope_scaling={"rope_type": "yarn", "factor": 4.0})
     assert (scaled.rope_scaling.original_max_position_embeddings, scaled.rope_theta) == (longest, theta)
 
@@ -128,6 +134,38 @@ def test_granite_4_has_mamba_in_all_blocks_by_default_and_elsewhere_as_listed():
     irregular = mamba_of("mmmmmmmmmmammammmammmmmmmmmammmm")
     assert (irregular.attn_layer_period, irregular.attn_layer_offsets) == (28, (10, 13, 17, 27))
     assert mamba_of("am").attn_layer_period == 2
+
+
+NEMOTRON_3_NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+
+
+def test_nemotron_h_has_the_layers_of_its_pattern_or_list():
+    """And its blocks are Mamba-2 or attention, each with the MLP or experts after it, if there are any."""
+
+    def of_pattern(pattern: str) -> ModelConfig:
+        settings = {"hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern)}
+        model = without("nemotron_h", "layers_block_type", **settings)
+        added = {"dense": "-", "moe": "E"}
+        blocks = zip(model.block_kinds, model.views, strict=True)
+        letters = [("M" if view.is_recurrent else "*") + added[kind] * view.has_mlp for kind, view in blocks]
+        assert "".join(letters) == pattern
+        back = FAMILIES["nemotron_h"].settings(model)
+        assert FAMILIES["nemotron_h"].model(HfConfig(back, "")) == model
+        return model
+
+    published = of_pattern(NEMOTRON_3_NANO)
+    assert published.mamba.attn_layer_offsets == (3, 7, 11, 15, 19, 24)
+    assert published.mamba.mixer_only_offsets == (2, 6, 10, 14, 18, 23)
+    assert (published.num_layers, published.mamba.attn_layer_period) == (29, 27)
+    of_8b = of_pattern("M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-")
+    assert (of_8b.moe.num_experts, of_8b.num_mlp_blocks, of_8b.num_layers) == (0, 24, 28)
+    of_pattern("M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-")
+    assert not of_pattern("*-*-").has_mamba
+    assert of_pattern("MM").mamba.mixer_only_offsets == (0,)
+    assert of_pattern("M-*-MEME").moe.first_k_dense_replace == 2
+    assert of_pattern("M-MM*-ME").moe.num_experts == 8
+    older = {"layers_block_type": ["mamba", "moe", "attention", "moe"], "num_hidden_layers": 4}
+    assert without("nemotron_h", **older) == of_pattern("ME*E")
 
 
 def test_granite_4_has_positions_only_if_it_says_so():

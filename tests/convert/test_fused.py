@@ -55,6 +55,19 @@ def test_fused_experts_are_the_same_parameters(name, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, cut, read(GOLDEN / name))
 
 
+@pytest.mark.parametrize("name", ["nemotron_h", "nemotron_h_2"])
+def test_nemotron_h_has_other_names_and_experts_without_gates(name, tmp_path):
+    """Its models without experts, too, as transformers 5 writes them if it is not to write the original names."""
+    made, fused = changed(name, tmp_path), {}
+    tensors = {old.replace("backbone.", "model."): x for old, x in load_file(made / "model.safetensors").items()}
+    for old in [old for old in tensors if ".experts." in old]:
+        block, rest = old.split(".experts.")
+        fused.setdefault(f"{block}.experts.{rest.split('.')[1]}", {})[int(rest.split(".")[0])] = tensors.pop(old)
+    tensors |= {new: np.stack([own[expert] for expert in sorted(own)]) for new, own in fused.items()}
+    save_file(tensors, made / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, read(made), read(GOLDEN / name))
+
+
 @pytest.mark.parametrize("family", ["granitemoe", "granitemoehybrid"])
 def test_granite_has_other_names_for_its_fused_tensors(family, tmp_path):
     made = changed(family, tmp_path)

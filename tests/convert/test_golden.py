@@ -25,7 +25,10 @@ SAME = {
 # second ones of families whose blocks differ
 SIZES = [
     *NAMES,
-    *(f"{name}_2" for name in ("qwen3_next", "qwen3_5_moe_text", "phimoe", "llama4_text", "granitemoehybrid")),
+    *(
+        f"{name}_2"
+        for name in ("qwen3_next", "qwen3_5_moe_text", "phimoe", "llama4_text", "granitemoehybrid", "nemotron_h")
+    ),
 ]
 
 

@@ -20,6 +20,8 @@ _AS_TYPES = (
 _AS_SHARED = "is not supported: it must be a multiple of moe_intermediate_size=12, at least that"
 _AS_MAMBA = "layer_types is not supported: it must have 'mamba' or 'attention' for each of num_hidden_layers=4"
 _AS_STEPS = 'it must be [0.0, Infinity] or [0.0, {"__float__": "Infinity"}]'
+_AS_LAYERS = "it must have linear_attention, full_attention, moe, mlp for each of num_hidden_layers"
+_OLDER = "hybrid_override_pattern M, *, E, -"
 _WINDOWS = ["full_attention", "sliding_attention"]
 _PHI = json.loads((GOLDEN / "phimoe/config.json").read_text())["rope_parameters"]
 _AS_SCALES = "rope_parameters: short_mscale=1.2 and long_mscale=1.3 are not supported: they must be the same"
@@ -113,6 +115,61 @@ REFUSED = [
         0,
         "shared_intermediate_size=0 is not supported: it must be a multiple of intermediate_size=12, at least that",
     ),
+    *(
+        ("nemotron_h", name, True, f"{name}=true is not supported: it must be false")
+        for name in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias", "tie_word_embeddings")
+    ),
+    ("nemotron_h", "use_conv_bias", False, "use_conv_bias=false is not supported: it must be true"),
+    ("nemotron_h", "mlp_hidden_act", "silu", 'mlp_hidden_act="silu" is not supported: it must be "relu2"'),
+    ("nemotron_h", "moe_latent_size", 8, "moe_latent_size=8 is not supported: it must be null"),
+    ("nemotron_h", "n_shared_experts", 0, "n_shared_experts=0 is not supported: it must be 1"),
+    ("nemotron_h", "time_step_min", 0.01, "time_step_min=0.01 is not supported: it must be at most 0.001"),
+    ("nemotron_h", "time_step_limit", [0.0, 1.0], f"time_step_limit=[0.0, 1.0] is not supported: {_AS_STEPS}"),
+    (
+        "nemotron_h",
+        "moe_shared_expert_intermediate_size",
+        18,
+        "moe_shared_expert_intermediate_size=18 is not supported: it must be a multiple of moe_intermediate_size=12, "
+        "at least that",
+    ),
+    (
+        "nemotron_h",
+        "layers_block_type",
+        ["moe", "linear_attention"],
+        "layer 0 of the pattern EM is an MLP or experts that follow neither Mamba-2 nor attention, which is not "
+        "supported: use a model in which each follows one",
+    ),
+    (
+        "nemotron_h",
+        "layers_block_type",
+        ["linear_attention", "mlp", "mlp"],
+        "layer 2 of the pattern M-- is an MLP or experts that follow neither Mamba-2 nor attention, which is not "
+        "supported: use a model in which each follows one",
+    ),
+    (
+        "nemotron_h",
+        "layers_block_type",
+        ["linear_attention", "moe", "full_attention", "mlp"],
+        "layers_block_type with both moe and mlp is not supported: MLPs must be below all experts, and above them in "
+        "all blocks but every n-th",
+    ),
+    (
+        "nemotron_h",
+        "layers_block_type",
+        ["full_attention", "full_attention", "moe"],
+        "layers_block_type has attention that no MLP or experts follow, and no Mamba-2, which is not supported: use a "
+        "model with Mamba-2",
+    ),
+    *(
+        (
+            "nemotron_h",
+            "layers_block_type",
+            layers,
+            f"layers_block_type is not supported: {_AS_LAYERS}={count}, or {_OLDER}",
+        )
+        for layers, count in ((["linear_attention", "conv"], 2), ([["moe"], 3], 2), ([], 0))
+    ),
+    ("nemotron_h", "num_hidden_layers", 9, f"layers_block_type is not supported: {_AS_LAYERS}=9, or {_OLDER}"),
     ("ernie4_5_moe", "partial_rotary_factor", 0.5, "partial_rotary_factor=0.5 is not supported: it must be 1.0"),
 ]
 

@@ -77,6 +77,11 @@ HYBRID = {
     "attention_multiplier": 0.2,
     "logits_scaling": 3.0,
 }
+NEMOTRON = {name: value for name, value in SHARED.items() if name != "num_hidden_layers"} | {
+    "n_groups": 2,
+    "eos_token_id": 2,
+    "layer_norm_epsilon": 1e-4,  # as in NEXT
+}
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": (
@@ -395,6 +400,39 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "nemotron_h": (
+        "NemotronH",
+        NEMOTRON
+        | {
+            "vocab_size": 256,  # bytes, so that tests may train it
+            "hybrid_override_pattern": "MEM*EME",
+            "head_dim": 8,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 12,
+            "ssm_state_size": 12,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 12,
+            "moe_shared_expert_intermediate_size": 24,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "nemotron_h_2": (  # another size, without experts, with repeated layers of Mamba-2, and longer sequences
+        "NemotronH",
+        NEMOTRON
+        | {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention"] + ["linear_attention"] * 2 + ["mlp"],
+            "num_key_value_heads": 4,
+            "head_dim": 12,
+            "intermediate_size": 24,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 8,
+            "conv_kernel": 3,
+        },
+    ),
     "qwen2": ("Qwen2", SHARED | {"intermediate_size": 40, "rope_parameters": {"rope_theta": 1e6}}),
     "mistral": ("Mistral", SHARED | {"intermediate_size": 40, "head_dim": 12, "sliding_window": 5}),
     "ernie4_5_moe": (
@@ -424,11 +462,11 @@ def make(family: str, out: Path, others: dict[str, Any]) -> None:
         for name, leaf in [*model.named_parameters(), *model.named_buffers()]:
             if "inv_freq" in name:
                 continue
-            if name.endswith("norm.weight"):
+            if name.endswith(("norm.weight", "norm_f.weight")):
                 is_difference = prefix in _DELTA and "linear_attn" not in name  # from 1
                 leaf.copy_((not is_difference) + 0.2 * torch.randn(leaf.shape))
             else:
-                matrix_std = (0.7 if prefix in _DELTA else 1.2) * SHARED["hidden_size"] ** -0.5
+                matrix_std = (0.7 if prefix in (*_DELTA, "NemotronH") else 1.2) * SHARED["hidden_size"] ** -0.5
                 leaf.copy_((0.5 if leaf.ndim == 1 else matrix_std) * torch.randn(leaf.shape))
             if "conv1d" in name:
                 leaf.mul_(8)  # norms of small features enlarge round-off

@@ -121,7 +121,16 @@ MODELS = {
     "mamba": dataclasses.replace(
         MODEL,
         num_layers=6,
-        mamba=MambaConfig(num_heads=4, head_dim=5, n_groups=2, d_state=6, attn_layer_period=3, attn_layer_offsets=(1,)),
+        activation="squared_relu",
+        mamba=MambaConfig(
+            num_heads=4,
+            head_dim=5,
+            n_groups=2,
+            d_state=6,
+            attn_layer_period=3,
+            attn_layer_offsets=(1,),
+            mixer_only_offsets=(2,),
+        ),
         attention=AttentionConfig(nope_every=1),
     ),
     "latents": dataclasses.replace(

@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 
-from moe_jax.config import AttentionConfig, MeshConfig, ModelConfig, MoEConfig
+from moe_jax.config import AttentionConfig, MambaConfig, MeshConfig, ModelConfig, MoEConfig
 from moe_jax.config.layer_layout import segments
 from moe_jax.models.parameters import init_params, param_dims, param_shapes
 from moe_jax.parallel.mesh import Axis, make_mesh
@@ -26,12 +26,15 @@ VIEWS = [
     AttentionConfig(sliding_window=4, full_every=2),
     AttentionConfig(sliding_window=4, full_every=3, nope_every=4),
 ]
+_MAMBA = {"num_heads": 4, "attn_layer_offsets": (0, 2), "mixer_only_offsets": (1, 2)}
+MIXERS = [MambaConfig(), *(MambaConfig(attn_layer_period=period, **_MAMBA) for period in (3, 5))]
 
 
 @pytest.mark.parametrize(("num_layers", "moe"), PATTERNS)
 @pytest.mark.parametrize("attention", VIEWS)
-def test_segments_are_the_blocks_in_order(num_layers, moe, attention):
-    model = ModelConfig(num_layers=num_layers, moe=moe, attention=attention)
+@pytest.mark.parametrize("mamba", MIXERS)
+def test_segments_are_the_blocks_in_order(num_layers, moe, attention, mamba):
+    model = ModelConfig(num_layers=num_layers, moe=moe, attention=attention, mamba=mamba)
     blocks = [
         block
         for segment in segments(model)
@@ -39,6 +42,23 @@ def test_segments_are_the_blocks_in_order(num_layers, moe, attention):
         for block in zip(segment.kinds, segment.views, strict=True)
     ]
     assert blocks == list(zip(model.block_kinds, model.views, strict=True))
+
+
+def blocks_that_repeat_only_in_places(num_layers: int, period: int) -> ModelConfig:
+    """With attention above each block of Mamba-2 alone, as in Nemotron 3 Nano."""
+    alone = (2, 6, 10, 14, 18, 23)
+    places = {"attn_layer_offsets": tuple(place + 1 for place in alone), "mixer_only_offsets": alone}
+    return ModelConfig(num_layers=num_layers, mamba=MambaConfig(num_heads=4, attn_layer_period=period, **places))
+
+
+def test_blocks_that_repeat_only_in_places_are_the_longest_repetitions():
+    model = blocks_that_repeat_only_in_places(29, 27)
+    found = [(segment.kinds, segment.repeats) for segment in segments(model)]
+    period = ("moe", "moe", "dense", "moe")
+    assert found == [(period, 5), (("moe",), 3), (("dense",), 1), (("moe",), 1), (("moe",), 4)]
+    assert [segment.views[-1].is_recurrent for segment in segments(model)] == [False, True, True, False, True]
+    twice = blocks_that_repeat_only_in_places(54, 27)
+    assert [(len(segment.kinds), segment.repeats) for segment in segments(twice)] == [(27, 2)]
 
 
 @pytest.mark.parametrize(("num_layers", "moe"), PATTERNS)

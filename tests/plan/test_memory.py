@@ -101,6 +101,10 @@ _MAMBA = {
         num_heads=4, head_dim=18, n_groups=2, d_state=22, attn_layer_period=2, attn_layer_offsets=(1,)
     ),
 }
+_MIXERS = {
+    "mamba": dataclasses.replace(_MAMBA["mamba"], mixer_only_offsets=(0,)),
+    "activation": "squared_relu",
+}
 CASES: dict[str, dict[str, Any]] = {
     "plain": _MIXED,
     "plain dots": _MIXED | {"schedule": {"remat": "dots"}},
@@ -139,6 +143,11 @@ CASES: dict[str, dict[str, Any]] = {
     "mamba": {"model": _MAMBA},
     "mamba dots": {"model": _MAMBA, "schedule": {"remat": "dots"}},
     "mamba scheduled": {"model": _MAMBA | {"num_layers": 8}, "mesh": (2, 2, 2), "schedule": SCHEDULED},
+    "mixers alone": {"model": _MIXERS, "num_shared_experts": 1},
+    "mixers alone dots": {"model": _MIXERS, "schedule": {"remat": "dots"}},
+    "mixers alone, dense": {"mesh": (8, 1, 1), "model": _MIXERS | {"num_layers": 8}, "num_experts": 0},
+    "mixers alone scheduled": {"model": _MIXERS | {"num_layers": 8}, "mesh": (2, 2, 2), "schedule": SCHEDULED},
+    "least squared": {"model": {"activation": "squared_relu"}, "schedule": SCHEDULED},
     "flash": {"model": {"head_dim": 40}},
     "flash scheduled": {"model": {"head_dim": 40}, "schedule": SCHEDULED},
     "tiled": {},

@@ -49,6 +49,7 @@ PUBLISHED = {
     "qwen3_5_35b_a3b": Published("its name: 35B, 3B", "35", "3"),
     "phi_3_5_moe": Published("report, section 2.2: 42B, 6.6B", "42", "6.6"),
     "granite_4_0_h_small": Published("model card: 32B, 9B", "32", "9"),
+    "nemotron_3_nano_30b_a3b": Published("report, section 2: 31.6B, 3.6B", "31.6", "3.6"),
     "ernie_4_5_21b_a3b": Published("model card: 21B, 3B", "21", "3"),
     "gpt_oss_120b": Published(
         "safetensors; model card, table 1: 5.13B", 116_829_156_672, "5.13", input_embedding_active=False

@@ -47,13 +47,16 @@ MUON = OptimizerConfig(name="muon")
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 @pytest.mark.parametrize("is_recurrent", [False, True])
-def test_matrices_have_all_parameters_of_matrices(model: ModelConfig, kind: str, is_recurrent: bool) -> None:
+@pytest.mark.parametrize("has_mlp", [False, True])
+def test_matrices_have_all_parameters_of_matrices(
+    model: ModelConfig, kind: str, is_recurrent: bool, has_mlp: bool
+) -> None:
     found = dict.fromkeys(("whole", "heads_and_hidden", "expert"), 0)
-    for each, arrays in hidden_matrices(model, kind, is_recurrent).items():
+    for each, arrays in hidden_matrices(model, kind, is_recurrent, has_mlp).items():
         found[each.owner] += (
             arrays * each.rows * each.columns * (model.moe.num_experts if each.owner == "expert" else 1)
         )
-    expected = owned_by_kind(model, is_recurrent)[kind].hidden_matrices
+    expected = owned_by_kind(model, is_recurrent, has_mlp)[kind].hidden_matrices
     assert found == {name: getattr(expected, name) for name in found}
 
 

@@ -42,6 +42,16 @@ def config_of(model: dict | None = None, **moe) -> Config:
         config_of({"delta_net": dataclasses.replace(DELTA, full_attention_interval=None)}),
         config_of({"mamba": dataclasses.replace(MAMBA, attn_layer_period=4, attn_layer_offsets=(1, 2))}),
         config_of({"mamba": MAMBA}),
+        config_of(
+            {
+                "activation": "squared_relu",
+                "mamba": dataclasses.replace(
+                    MAMBA, attn_layer_period=4, attn_layer_offsets=(1,), mixer_only_offsets=(0,)
+                ),
+            },
+            num_shared_experts=1,
+            first_k_dense_replace=2,
+        ),
         config_of({"latent": dataclasses.replace(LATENT, q_lora_rank=None), "num_key_value_heads": None}),
     ],
 )

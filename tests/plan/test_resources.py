@@ -64,6 +64,17 @@ MODELS = [
         moe=MoEConfig(moe_layer_freq=2, num_shared_experts=1),
     ),
     ModelConfig(num_nextn_predict_layers=1, mamba=MambaConfig(num_heads=2, head_dim=9, d_state=5, d_conv=3)),
+    *(
+        ModelConfig(
+            num_layers=7,
+            activation="squared_relu",
+            mamba=MambaConfig(
+                num_heads=6, d_state=12, attn_layer_period=3, attn_layer_offsets=(1,), mixer_only_offsets=(0, 1)
+            ),
+            moe=moe,
+        )
+        for moe in (MoEConfig(num_shared_experts=1), MoEConfig(first_k_dense_replace=4), MoEConfig(num_experts=0))
+    ),
     ModelConfig(num_nextn_predict_layers=1, moe=MoEConfig(moe_layer_freq=2, num_shared_experts=1)),
     ModelConfig(num_nextn_predict_layers=1, tie_word_embeddings=True, moe=MoEConfig(num_experts=0)),
 ]

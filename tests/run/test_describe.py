@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 
-from moe_jax.config import DataConfig, OptimizerConfig, TrainConfig
+from moe_jax.config import DataConfig, MambaConfig, OptimizerConfig, TrainConfig
 from moe_jax.config.attention_kernels import HOPPER
 from moe_jax.config.sections import DataSource
 from moe_jax.models.transformer import ComputeConfig
@@ -28,6 +28,12 @@ def test_blocks_are_reported_for_each_stage() -> None:
     config = small_config(1, 1, pipeline=2, moe_layer_freq=1, model={"num_layers": 4}, schedule={"head_blocks": 2})
     assert blocks_text(config) == "moe moe moe moe (3 + 1 on the stages)"
     assert blocks_text(small_config(1, 1)) == "dense moe"
+
+
+def test_blocks_of_a_mixer_alone_are_reported_by_its_name() -> None:
+    places = {"attn_layer_period": 4, "attn_layer_offsets": (2, 3), "mixer_only_offsets": (1, 2)}
+    model = {"num_layers": 4, "mamba": MambaConfig(num_heads=4, **places)}
+    assert blocks_text(small_config(1, 1, moe_layer_freq=1, model=model)) == "mamba+moe mamba attention moe"
 
 
 def test_a_router_that_the_loss_does_not_teach_is_reported() -> None:

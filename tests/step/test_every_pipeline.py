@@ -34,6 +34,9 @@ OTHERS = {
     # delta nets, which meet all settings above, are blocks like them
     "Mamba-2 in every other block, and documents": f"{MAMBA} model.num_layers=4 schedule.pipeline=zero_bubble "
     "data.mask_documents=true data.seq_len=24 model.vocab_size=8 schedule.remat=dots",
+    # the second of six blocks is attention alone, and the fourth Mamba-2
+    "blocks of a mixer alone": f"{MAMBA} model.mamba.attn_layer_period=6 model.mamba.mixer_only_offsets=[1,3] "
+    "model.num_layers=6 schedule.pipeline=zero_bubble model.activation=squared_relu",
     "a shorter last stage": "model.num_layers=4 schedule.head_blocks=1 optimizer.qk_clip=1",
     "context ranks with all experts": "model.num_layers=3 mesh.context=2 exchange.context_form=all_gather",
     "gathers over tensor ranks as tasks, in pairs": f"{TENSOR_TASKS} schedule.pipeline=coscheduled "

@@ -16,6 +16,10 @@ UNIFIED = "schedule.policy=unified schedule.microbatches=2"
 TILES = "train.attention_kernel=tiled model.attention.sliding_window=4"
 DOCUMENTS = "data.mask_documents=true data.seq_len=24 model.vocab_size=8 model.moe.num_shared_experts=1"
 MAMBA = "model.mamba.num_heads=4 model.mamba.head_dim=3 model.mamba.d_state=4 model.rms_norm_eps=0.01"
+MIXERS = (
+    "model.mamba.attn_layer_period=2 model.mamba.attn_layer_offsets=[1] model.mamba.mixer_only_offsets=[0] "
+    "model.attention.nope_every=1 model.activation=squared_relu"
+)
 MTP = "model.num_nextn_predict_layers=1 train.mtp_loss_scaling_factor=0.3"
 OTHERS = {
     "tiles of attention in a loop of blocks": f"{UNIFIED} {TILES} mesh.data=1 mesh.expert=4 model.num_layers=4 "
@@ -28,6 +32,11 @@ OTHERS = {
     "model.moe.moe_layer_freq=1 model.moe.gate=hash",
     "documents and Mamba-2": f"{UNIFIED} {DOCUMENTS} {MAMBA} mesh.data=1 mesh.expert=2 mesh.tensor=2 "
     "model.num_layers=2 model.moe.moe_layer_freq=1",
+    "blocks of Mamba-2 alone, in a loop": f"{UNIFIED} {MAMBA} {MIXERS} model.num_layers=4 model.moe.moe_layer_freq=1 "
+    "schedule.weight_grad=greedy schedule.grad_reduce=bucketed model.moe.gate=deepseek_v3 "
+    "model.moe.num_shared_experts=1 mesh.data=2 mesh.expert=2 optimizer.zero=3",
+    "blocks of attention alone, without experts": f"{MAMBA} {MIXERS} model.num_layers=5 model.moe.num_experts=0 "
+    "model.mamba.attn_layer_offsets=[0] mesh.data=2 mesh.tensor=2 schedule.remat=full",
     # positions scaled for 24 tokens, of which a context rank has 12
     "documents around a ring": f"{UNIFIED} {DOCUMENTS} model.rope_scaling.rope_type=longrope "
     "model.rope_scaling.original_max_position_embeddings=16 model.rope_scaling.short_factor=[1,2] "

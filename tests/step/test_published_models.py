@@ -51,7 +51,9 @@ def narrowed(model: ModelConfig) -> ModelConfig:
     delta = model.delta_net if model.has_delta_nets else replace(model.delta_net, full_attention_interval=None)
     mamba = replace(model.mamba, num_heads=4, n_groups=min(model.mamba.n_groups, 2), head_dim=8, d_state=8)
     if mamba.attn_layer_period:
-        mamba = replace(mamba, attn_layer_period=_PERIOD, attn_layer_offsets=(_PERIOD - 1,))
+        mixers = (0,) if mamba.mixer_only_offsets else ()
+        places = {"attn_layer_offsets": (_PERIOD - 1,), "mixer_only_offsets": mixers}
+        mamba = replace(mamba, attn_layer_period=_PERIOD, **places)
     periods = moe.moe_layer_freq, attention.full_every, attention.nope_every, delta.full_attention_interval
     freq, full, nope, interval = (n and min(n, _PERIOD) for n in periods)
     narrow = replace(delta, num_value_heads=4, num_key_heads=2, key_head_dim=8, value_head_dim=8)

@@ -158,7 +158,7 @@ class DeltaNetConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MambaConfig:
-    """Mamba-2 layers (Dao & Gu 2024, "Transformers are SSMs") instead of attention, as in Granite 4.
+    """Mamba-2 layers (Dao & Gu 2024, "Transformers are SSMs") instead of attention, as in Granite 4 and Nemotron-H.
 
     Each head has a state of its values. A token decays it, and adds its own value. State and time of a token do not
     depend on the length of the sequence.
@@ -170,9 +170,13 @@ class MambaConfig:
     n_groups: int = number(1, Range(1, 2**14))
     d_state: int = number(128, Range(1, 2**16))  # numbers of the state for each feature of a value
     d_conv: int = number(4, Range(1, 2**10))  # tokens, the own one included, over which values, B and C are convolved
-    # attention in blocks: of every so many blocks, those in these places, counted from 0; null: no block has attention
+    # attention in blocks: of every so many blocks, those in these places, counted from 0; null: no block has attention,
+    # and all have an MLP or experts
     attn_layer_period: int | None = number(None, Range(1, ANY))
     attn_layer_offsets: tuple[int, ...] = number((), Range(0, ANY))
+    # of the same number of blocks, those in these places end after Mamba-2 or attention: they have neither an MLP nor
+    # experts (Nemotron-H)
+    mixer_only_offsets: tuple[int, ...] = number((), Range(0, ANY))
 
     @property
     def value_width(self) -> int:
@@ -232,12 +236,15 @@ class RopeScalingConfig:
 
 
 class AttentionView(NamedTuple):
-    """The mask and position encoding of one block's attention, or the recurrent layer that it has instead."""
+    """The mask and position encoding of one block's attention, or the recurrent layer that it has instead; and whether
+    the block has more than that.
+    """
 
     window: int | None  # tokens that a token attends to, itself included; None: all before it
     rope: bool  # whether queries and keys are rotated
     chunk: int | None = None  # tokens of a chunk, to whose tokens attention is limited; None: there are none
     recurrent: Literal["delta_net", "mamba"] | None = None  # the layer that the block has instead, which has neither
+    has_mlp: bool = True  # whether an MLP or experts follow
 
     @property
     def is_recurrent(self) -> bool:
@@ -260,8 +267,8 @@ class ModelConfig(HashedOnce):
     head_dim: int | None = number(None, Range(2, 2**16))  # null: hidden_size / num_attention_heads
     intermediate_size: int = number(1024, Range(1, WIDTH))  # hidden width of the MLP in dense blocks
     # activation of MLPs and experts; clipped_swiglu: values are clipped to 7, and 1 is added to the ungated ones
-    # (gpt-oss)
-    activation: Literal["swiglu", "gelu", "clipped_swiglu"] = "swiglu"
+    # (gpt-oss); squared_relu: max(x, 0)² without a gate (Nemotron-H)
+    activation: Literal["swiglu", "gelu", "clipped_swiglu", "squared_relu"] = "swiglu"
     qk_norm: bool = False  # RMSNorm on queries and keys
     qk_norm_over: Literal["head", "projection"] = "head"  # norm of each head, or of all heads together (OLMoE)
     qk_norm_after_rope: bool = False  # this RMSNorm after the rotation instead of before it (Hunyuan-A13B)
@@ -305,7 +312,7 @@ class ModelConfig(HashedOnce):
     @property
     def is_gated(self) -> bool:
         """Whether MLPs and experts have two input matrices: gate and up."""
-        return self.activation != "gelu"
+        return self.activation in ("swiglu", "clipped_swiglu")
 
     @property
     def has_latents(self) -> bool:
@@ -367,13 +374,16 @@ class ModelConfig(HashedOnce):
         def view(block: int) -> AttentionView:
             if self.has_delta_nets and not is_nth(block, self.delta_net.full_attention_interval):
                 return AttentionView(window=None, rope=False, recurrent="delta_net")
-            if self.has_mamba and block % self.recurrent_period not in self.mamba.attn_layer_offsets:
-                return AttentionView(window=None, rope=False, recurrent="mamba")
+            place = block % self.recurrent_period
+            has_mlp = not self.has_mamba or place not in self.mamba.mixer_only_offsets
+            if self.has_mamba and place not in self.mamba.attn_layer_offsets:
+                return AttentionView(window=None, rope=False, recurrent="mamba", has_mlp=has_mlp)
             is_full = is_nth(block, attention.full_every)
             return AttentionView(
                 window=None if is_full else attention.sliding_window,
                 rope=not is_nth(block, attention.nope_every),
                 chunk=None if is_full else attention.chunk_size,
+                has_mlp=has_mlp,
             )
 
         views = tuple(view(block) for block in range(self.num_layers))
@@ -381,13 +391,23 @@ class ModelConfig(HashedOnce):
 
     @functools.cached_property
     def block_kinds(self) -> tuple[Literal["dense", "moe"], ...]:
-        """Whether each of the `num_blocks` has a dense MLP or experts, from the bottom up; multi-token prediction has a
-        block of the same kind as the decoder's last one.
+        """Whether each of the `num_blocks` has experts, or is dense: with an MLP, or neither (`AttentionView.has_mlp`).
+
+        They are from the bottom up; multi-token prediction has a block of the same kind as the decoder's last one.
         """
-        moe = self.moe
+        moe, views = self.moe, self.views
         first = moe.first_k_dense_replace
+
+        def has_experts(block: int) -> bool:
+            is_place = block >= first and (block - first + 1) % moe.moe_layer_freq == 0
+            return moe.num_experts > 0 and is_place and views[block].has_mlp
+
         kinds: tuple[Literal["dense", "moe"], ...] = tuple(
-            "moe" if moe.num_experts and i >= first and (i - first + 1) % moe.moe_layer_freq == 0 else "dense"
-            for i in range(self.num_layers)
+            "moe" if has_experts(block) else "dense" for block in range(self.num_layers)
         )
         return kinds + kinds[-1:] * self.num_nextn_predict_layers
+
+    @functools.cached_property
+    def num_mlp_blocks(self) -> int:
+        """How many of the `num_blocks` have an MLP instead of experts."""
+        return sum(kind == "dense" and view.has_mlp for kind, view in zip(self.block_kinds, self.views, strict=True))

@@ -112,20 +112,29 @@ def _check_mamba(model: ModelConfig) -> None:
         raise ConfigError(
             f"{name}.n_groups={mamba.n_groups} does not divide {name}.num_heads={heads}: use {divisors_text(heads)}"
         )
-    _check_attention_places(mamba, name)
+    _check_places(mamba, name)
 
 
-def _check_attention_places(mamba: MambaConfig, name: str) -> None:
-    period, offsets = mamba.attn_layer_period, list(mamba.attn_layer_offsets)
+def _check_places(mamba: MambaConfig, name: str) -> None:
+    """Raise ConfigError for invalid places of blocks with attention, or of those without an MLP or experts."""
+    period, offsets, mixers = mamba.attn_layer_period, list(mamba.attn_layer_offsets), list(mamba.mixer_only_offsets)
     if period is None:
-        if offsets:
-            raise ConfigError(
-                f"{name}.attn_layer_offsets={offsets} without {name}.attn_layer_period: set both, or "
-                f"{name}.attn_layer_offsets=[]"
-            )
+        for setting, value in (("attn_layer_offsets", offsets), ("mixer_only_offsets", mixers)):
+            if value:
+                raise ConfigError(
+                    f"{name}.{setting}={value} without {name}.attn_layer_period: set both, or {name}.{setting}=[]"
+                )
         return
-    are_places = offsets == sorted(set(offsets)) and all(0 <= each < period for each in offsets)
-    if not offsets or not are_places or len(offsets) == period:
+
+    def are_places(values: list[int]) -> bool:
+        return values == sorted(set(values)) and all(0 <= each < period for each in values)
+
+    if not are_places(mixers):
+        raise ConfigError(
+            f"{name}.mixer_only_offsets={mixers} with {name}.attn_layer_period={period}: use places from 0 to "
+            f"{period - 1} in growing order"
+        )
+    if not (offsets or mixers) or not are_places(offsets) or len(offsets) == period:
         raise ConfigError(
             f"{name}.attn_layer_offsets={offsets} with {name}.attn_layer_period={period}: use some places from 0 to "
             f"{period - 1} in growing order, {name}.attn_layer_period=null for attention in no block, or "
@@ -228,7 +237,7 @@ def _check_rope(model: ModelConfig) -> None:
 
 
 def _check_experts(model: ModelConfig) -> None:
-    moe = model.moe
+    moe, mixers = model.moe, list(model.mamba.mixer_only_offsets)
     if moe.num_experts == 0:
         if moe.expert_matmuls != "compute_dtype":
             raise ConfigError(
@@ -261,6 +270,11 @@ def _check_experts(model: ModelConfig) -> None:
             f"model.moe.moe_layer_freq={moe.moe_layer_freq} puts experts in none of "
             f"the {model.num_layers - moe.first_k_dense_replace} blocks: "
             f"use 1..{model.num_layers - moe.first_k_dense_replace}, or model.moe.num_experts=0 for a dense model"
+        )
+    if "moe" not in model.block_kinds:
+        raise ConfigError(
+            f"model.mamba.mixer_only_offsets={mixers} leaves experts in none of the {model.num_layers} blocks: use "
+            "fewer places, or model.moe.num_experts=0 for a model without experts"
         )
 
 
