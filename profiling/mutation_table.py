@@ -1243,6 +1243,14 @@ MUTATIONS = (
         ["tests/convert/test_top_1.py"],
     ),
     Mutation(
+        "blocks_numbered_by_themselves",
+        "convert/nemotron_h.py",
+        "layer += 1 + view.has_mlp",
+        "layer += 2",
+        "files of Nemotron-H are read as if an MLP or experts followed each of its other layers",
+        ["tests/convert/test_golden.py", "-k", "nemotron"],
+    ),
+    Mutation(
         "gate_for_up",
         "convert/fused.py",
         'first = hidden * row.path.endswith(".up")',

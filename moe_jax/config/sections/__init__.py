@@ -14,14 +14,13 @@ from moe_jax.config.sections.hashing import HashedOnce
 from moe_jax.config.sections.model import (
     AttentionConfig,
     AttentionView,
-    DeltaNetConfig,
     LatentConfig,
-    MambaConfig,
     ModelConfig,
     MoEConfig,
     RopeScalingConfig,
 )
 from moe_jax.config.sections.parallel import ExchangeConfig, MeshConfig, ScheduleConfig
+from moe_jax.config.sections.recurrent import DeltaNetConfig, MambaConfig
 from moe_jax.config.sections.run import CheckpointConfig, LogConfig, MigrationConfig, PlanConfig, TuneConfig
 from moe_jax.config.sections.training import OptimizerConfig, ParameterGroup, TrainConfig
 from moe_jax.config.step_kinds import STEP_FACTS, StepFacts, StepKindName
