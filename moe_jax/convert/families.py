@@ -9,6 +9,7 @@ from moe_jax.config.gates import gate_parameters
 from moe_jax.convert import (
     deepseek_v2,
     deepseek_v3,
+    deepseek_v32,
     dots1,
     ernie4_5_moe,
     glm4_moe,
@@ -40,7 +41,11 @@ _MODULES = (
     *(phimoe, llama4, granitemoehybrid),
 )
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
-_BY_TYPE = FAMILIES | {name: family for family in FAMILIES.values() for name in family.aliases}
+_BY_TYPE = (
+    FAMILIES
+    | {name: family for family in FAMILIES.values() for name in family.aliases}
+    | deepseek_v32.FAMILIES  # which are not written
+)
 
 # families that are not supported, and the first of their features that there is not
 _NOT_BUILT = {
@@ -48,7 +53,6 @@ _NOT_BUILT = {
     "kimi_linear": "delta net that decays each feature by itself (Kimi Linear)",
     "jamba": "Mamba-1 (Jamba)",
     "nemotron_h": "block of Mamba-2, attention or experts alone, each with one norm (Nemotron-H)",
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "sparse attention with an indexer"),
     "dbrx": "norms that subtract the mean (DBRX)",
     "flex_olmo": "norms after attention and experts (FlexOlmo)",
     "grok-1": "norms after attention and experts (Grok-1)",
@@ -82,7 +86,8 @@ def family_that_holds(model: ModelConfig, name: str | None = None) -> Family:
     Raises ConvertError if there is none.
     """
     if name is not None and name not in FAMILIES:
-        raise ConvertError(f"--family={name} is not supported: it must be {', '.join(FAMILIES)}")
+        other = f"use {_BY_TYPE[name].model_type}" if name in _BY_TYPE else f"it must be {', '.join(FAMILIES)}"
+        raise ConvertError(f"--family={name} is not supported: {other}")
     reasons, decoder = {}, dataclasses.replace(model, num_nextn_predict_layers=0)
     for family in FAMILIES.values() if name is None else [FAMILIES[name]]:
         try:

@@ -5,11 +5,18 @@ A family converts config.json and has a table with a row for each tensor of a bl
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from moe_jax.config import AttentionView, ModelConfig
 from moe_jax.convert.hf_config import ConvertError, HfConfig
 from moe_jax.convert.tensors import Tensor
+
+
+class Unread(NamedTuple):
+    """Tensors of a family's blocks that are not read."""
+
+    part: str  # of their names
+    message: Callable[[HfConfig, int], str]  # what that means, for the number of these tensors
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,7 @@ class Family:
     aliases: tuple[str, ...] = ()  # further `model_type`s with the same settings, tensors and function
     # the rows of a block with a recurrent layer instead of attention; None: the family has none
     recurrent_block: Callable[[ModelConfig, str], list[Tensor]] | None = None
+    unread: Unread | None = None
 
     def model(self, hf: HfConfig) -> ModelConfig:
         """Return the model of a config.json. Raises ConvertError for unsupported settings."""
