@@ -174,6 +174,7 @@ REFUSED = {
         "log.trace_step=5 is never reached with train.steps=4: use 5 steps or more, or null"
     ),
     "log.wandb_project=": "log.wandb_project is empty: name a project, or null",
+    "log.goodput_job=": "log.goodput_job is empty: name a job, or null",
     "train.grouped_product=blocks+pallas": (
         "train.grouped_product=blocks+pallas must be auto or blocks or ragged or pallas or hopper or blackwell or "
         "megablox or tokamax, or three of them joined by +, as in blocks+ragged+pallas"
