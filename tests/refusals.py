@@ -31,7 +31,7 @@ REFUSED = {
         "optimizer.restarts=20 in the 12 steps of train.steps=112 after the warm-up leaves less than 2 steps between "
         "two: use optimizer.restarts=5 or less"
     ),
-    'optimizer.groups=[{"match":null,"weight_decay":2}]': "optimizer.groups[0].match=None must be text, not null",
+    'optimizer.groups=[{"match":null,"weight_decay":2}]': "optimizer.groups[0].match=null must be text, not null",
     'optimizer.groups=[{"match":"","weight_decay":2}]': (
         "optimizer.groups[0].match is empty: name a part of a parameter's path, such as moe.router"
     ),
