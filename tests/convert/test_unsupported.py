@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from moe_jax.convert import families
 from moe_jax.convert.families import FAMILIES, family_of
 from moe_jax.convert.hf_config import ConvertError, HfConfig
 from tests.convert.golden import GOLDEN
@@ -154,8 +155,16 @@ def test_rotations_that_are_not_built_are_refused_by_name(kind):
 def test_families_that_are_not_built_are_refused_with_the_reason():
     with pytest.raises(ConvertError, match=r"model_type='minimax' is not supported, since there is no lightning"):
         family_of(settings_of("mixtral", model_type="minimax"))
+    with pytest.raises(
+        ConvertError, match=r"model_type='longcat_flash' is not supported, since there is no block with"
+    ):
+        family_of(settings_of("mixtral", model_type="longcat_flash"))
     with pytest.raises(ConvertError, match=r"model_type='new' is not supported: it must be mixtral, llama, "):
         family_of(settings_of("mixtral", model_type="new"))
+
+
+def test_no_family_is_both_built_and_not() -> None:
+    assert not set(families._NOT_BUILT) & set(families._BY_TYPE)
 
 
 def rotated(**others: object) -> float:
