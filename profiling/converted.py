@@ -38,6 +38,7 @@ TRAINED = {  # the name in transformers for the number of experts
     "mixtral": "num_local_experts",
     "qwen3_moe": "num_experts",
     "deepseek_v3": "n_routed_experts",
+    "deepseek_v32": "n_routed_experts",
     "gpt_oss": "num_local_experts",
     "qwen3_5_moe_text": "num_experts",
     "phimoe": "num_local_experts",

@@ -17,7 +17,8 @@ from results_file import rounded, with_earlier, write_result
 from with_transformers import GOLDEN, asked_families, call, differences, versions
 
 from moe_jax.config import Config, DataConfig, TrainConfig
-from moe_jax.convert.families import FAMILIES, family_that_holds
+from moe_jax.convert import deepseek_v32
+from moe_jax.convert.families import FAMILIES, family_of, family_that_holds
 from moe_jax.convert.hf_config import read_config
 from moe_jax.convert.write import write_model
 from moe_jax.errors import run_command
@@ -34,7 +35,7 @@ PROMPTS, TOKENS = (8, 13), 40
 def main() -> None:
     """Import, export, generate, compare, and write the result."""
     python, named = asked_families("families", __doc__)
-    names = named or list(FAMILIES)
+    names = named or [*FAMILIES, *deepseek_v32.FAMILIES]
     found = {name: _logits(name) for name in names}
     with tempfile.TemporaryDirectory() as home:
         pairs = {name: (_exported(name, Path(home) / name), GOLDEN / name / "golden.safetensors") for name in names}
@@ -61,7 +62,8 @@ def _logits(name: str) -> dict[str, Any]:
 def _exported(name: str, folder: Path) -> Path:
     model = model_of(name)
     dtype = "bfloat16" if name == "mixtral" else "float32"
-    write_model(folder, model, family_that_holds(model, name), read(GOLDEN / name), dtype, 64, GOLDEN / name, 10**9)
+    family = family_that_holds(model, family_of(read_config(GOLDEN / name)).model_type)
+    write_model(folder, model, family, read(GOLDEN / name), dtype, 64, GOLDEN / name, 10**9)
     return folder
 
 

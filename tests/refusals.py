@@ -31,7 +31,7 @@ REFUSED = {
         "optimizer.restarts=20 in the 12 steps of train.steps=112 after the warm-up leaves less than 2 steps between "
         "two: use optimizer.restarts=5 or less"
     ),
-    'optimizer.groups=[{"match":null,"weight_decay":2}]': "optimizer.groups[0].match=None must be text, not null",
+    'optimizer.groups=[{"match":null,"weight_decay":2}]': "optimizer.groups[0].match=null must be text, not null",
     'optimizer.groups=[{"match":"","weight_decay":2}]': (
         "optimizer.groups[0].match is empty: name a part of a parameter's path, such as moe.router"
     ),
@@ -174,6 +174,7 @@ REFUSED = {
         "log.trace_step=5 is never reached with train.steps=4: use 5 steps or more, or null"
     ),
     "log.wandb_project=": "log.wandb_project is empty: name a project, or null",
+    "log.goodput_job=": "log.goodput_job is empty: name a job, or null",
     "train.grouped_product=blocks+pallas": (
         "train.grouped_product=blocks+pallas must be auto or blocks or ragged or pallas or hopper or blackwell or "
         "megablox or tokamax, or three of them joined by +, as in blocks+ragged+pallas"

@@ -248,8 +248,9 @@ def test_an_override_is_read_as_what_the_setting_wants(override: str, value: obj
     ("override", "message"),
     [
         ("train.steps=1.5", "train.steps=1.5 must be a whole number, not a number"),
-        ("train.steps=true", "train.steps=True must be a whole number, not true or false"),
-        ("train.steps=null", "train.steps=None must be a whole number, not null"),
+        ("train.steps=true", "train.steps=true must be a whole number, not true or false"),
+        ("train.steps=[true, 1]", "train.steps=[true, 1] must be a whole number, not a list"),
+        ("train.steps=null", "train.steps=null must be a whole number, not null"),
         ("train.steps=", "train.steps='' must be a whole number, not text"),
         ("train.steps=[1]", "train.steps=[1] must be a whole number, not a list"),
         ("train.steps={a: 1}", "train.steps={'a': 1} must be a whole number, not a section"),
@@ -257,7 +258,7 @@ def test_an_override_is_read_as_what_the_setting_wants(override: str, value: obj
         ("model.qk_norm=yes", "model.qk_norm='yes' must be true or false, not text"),
         ("model.qk_norm=1", "model.qk_norm=1 must be true or false, not a number"),
         ("log.dir=7", "log.dir=7 must be text, not a number: put it in quotes"),
-        ("log.dir=true", "log.dir=True must be text, not true or false: put it in quotes"),
+        ("log.dir=true", "log.dir=true must be text, not true or false: put it in quotes"),
         (
             "model.activation=swiglo",
             "model.activation=swiglo must be swiglu or gelu or clipped_swiglu or squared_relu: did you mean swiglu?",

@@ -19,7 +19,7 @@ from moe_jax.config.draft import PLANNED, Draft
 from moe_jax.config.renamed import RENAMED, RENAMED_VALUES, with_new_names
 from moe_jax.config.validate import check_overrides, plain_setting
 from moe_jax.config.yaml_reader import Dumper, parse_yaml
-from moe_jax.errors import ConfigError
+from moe_jax.errors import ConfigError, as_yaml
 from moe_jax.files.places import parse_place
 from moe_jax.files.untrusted import read_text
 from moe_jax.paths import names_path
@@ -177,7 +177,7 @@ def _value(name: str, value: Any, hint: Any) -> Any:
             cure = f": did you mean {near[0]}?" if near else ""
             if renamed := isinstance(value, str) and RENAMED_VALUES.get((name, value)):
                 cure = f": did you mean {renamed}? It was renamed"
-            raise ConfigError(f"{name}={_short(str(value))} must be {' or '.join(words)}{cure}")
+            raise ConfigError(f"{name}={_short(str(as_yaml(value)))} must be {' or '.join(words)}{cure}")
         return value
     if value is None and type(None) in options:
         return None
@@ -242,7 +242,14 @@ def _refuse_auto(name: str, value: Any) -> None:
 
 
 def _shown(value: Any) -> str:
-    return _short(repr(value))
+    """A value as it is written in YAML, cut if it is long."""
+    return _short(_as_written(value))
+
+
+def _as_written(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_as_written, value[:_MOST_SHOWN]))}]"
+    return str(as_yaml(value)) if value is None or isinstance(value, bool) else repr(value)
 
 
 def _short(text: str) -> str:

@@ -9,9 +9,11 @@ from typing import Any
 
 from moe_jax.config import LatentConfig, ModelConfig, MoEConfig
 from moe_jax.convert.family import expert_rows, mlp_rows, norm_rows, top_k_settings
-from moe_jax.convert.hf_config import HfConfig
+from moe_jax.convert.hf_config import ConvertError, HfConfig
 from moe_jax.convert.shared import hf_settings, shared_settings
 from moe_jax.convert.tensors import Tensor, TensorRange, halves
+
+DENSE, SPARSE = "dense", "sparse"  # blocks without and with experts in `mlp_layer_types`
 
 
 def moe_settings(hf: HfConfig, normalized: bool) -> dict[str, Any]:
@@ -38,6 +40,22 @@ def biased_router(hf: HfConfig) -> MoEConfig:
         n_group=hf.whole("n_group", default=1),
         topk_group=hf.whole("topk_group", default=1),
     )
+
+
+def lowest_dense_blocks(hf: HfConfig, default: int) -> int:
+    """Return the number of blocks without experts, the lowest ones, in `mlp_layer_types`; the default if it is missing.
+
+    Raises ConvertError if they are not the lowest ones.
+    """
+    layers, types = hf.num_layers(), hf.listed("mlp_layer_types")
+    if not types:
+        return default
+    dense = types.count(DENSE)
+    if types != [DENSE] * dense + [SPARSE] * (layers - dense):
+        raise ConvertError(
+            f"{hf.where}: mlp_layer_types is not supported: the lowest must be {DENSE}, the others {SPARSE}"
+        )
+    return dense
 
 
 def router_settings(model: ModelConfig) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from moe_jax.config.gates import gate_parameters
 from moe_jax.convert import (
     deepseek_v2,
     deepseek_v3,
+    deepseek_v32,
     dots1,
     ernie4_5_moe,
     glm4_moe,
@@ -42,14 +43,30 @@ _MODULES = (
     *(phimoe, llama4, granitemoehybrid, nemotron_h),
 )
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
-_BY_TYPE = FAMILIES | {name: family for family in FAMILIES.values() for name in family.aliases}
+_BY_TYPE = (
+    FAMILIES
+    | {name: family for family in FAMILIES.values() for name in family.aliases}
+    | deepseek_v32.FAMILIES  # which are not written
+)
 
 # families that are not supported, and the first of their features that there is not
 _NOT_BUILT = {
     "minimax": "lightning attention (MiniMax-01)",
     "kimi_linear": "delta net that decays each feature by itself (Kimi Linear)",
     "jamba": "Mamba-1 (Jamba)",
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "sparse attention with an indexer"),
+    "afmoe": "norms after attention and experts (Trinity)",
+    "axk1": "norm after experts (A.X K1)",
+    **dict.fromkeys(("bailing_moe", "bailing_moe_v2"), "fused projection of queries, keys and values (Ling)"),
+    "bailing_hybrid": "delta net that decays each feature by itself (Ling 2.5)",
+    "deepseek_v4": "compressed attention or hyper-connections (DeepSeek-V4)",
+    **dict.fromkeys(("exaone_moe", "seed_oss", "solar_open"), "table of its tensors"),
+    "jetmoe": "experts of attention (JetMoE)",
+    "kimi_k25": "language model read out of its files, which also see images (Kimi K2.5)",
+    "lfm2_moe": "short convolution in place of attention (LFM2)",
+    "longcat_flash": "block with two attentions, nor experts that compute nothing (LongCat-Flash)",
+    "mimo_v2_flash": "block with other numbers of heads than the next (MiMo-V2-Flash)",
+    "minimax_m3_vl": "sparse attention of its kind (MiniMax-M3)",
+    **dict.fromkeys(("step3", "step3_text", "step3_vl"), "attention with factored queries (Step-3)"),
     "dbrx": "norms that subtract the mean (DBRX)",
     "flex_olmo": "norms after attention and experts (FlexOlmo)",
     "grok-1": "norms after attention and experts (Grok-1)",
@@ -83,7 +100,8 @@ def family_that_holds(model: ModelConfig, name: str | None = None) -> Family:
     Raises ConvertError if there is none.
     """
     if name is not None and name not in FAMILIES:
-        raise ConvertError(f"--family={name} is not supported: it must be {', '.join(FAMILIES)}")
+        other = f"use {_BY_TYPE[name].model_type}" if name in _BY_TYPE else f"it must be {', '.join(FAMILIES)}"
+        raise ConvertError(f"--family={name} is not supported: {other}")
     reasons, decoder = {}, dataclasses.replace(model, num_nextn_predict_layers=0)
     for family in FAMILIES.values() if name is None else [FAMILIES[name]]:
         try:

@@ -5,11 +5,18 @@ A family converts config.json and has a table with a row for each tensor of a bl
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from moe_jax.config import AttentionView, ModelConfig
 from moe_jax.convert.hf_config import ConvertError, HfConfig
 from moe_jax.convert.tensors import Tensor
+
+
+class Unread(NamedTuple):
+    """Tensors of a family's blocks that are not read."""
+
+    part: str  # of their names
+    message: Callable[[HfConfig, int], str]  # what that means, for the number of these tensors
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,7 @@ class Family:
     ends: Callable[[ModelConfig, str], list[Tensor]] | None = None
     # for each block the numbers on disk of its attention, and of its MLP or experts; None: those of the block
     numbers: Callable[[ModelConfig], list[tuple[int, int]]] | None = None
+    unread: Unread | None = None
 
     def model(self, hf: HfConfig) -> ModelConfig:
         """Return the model of a config.json. Raises ConvertError for unsupported settings."""

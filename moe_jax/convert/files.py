@@ -64,11 +64,17 @@ class Weights:
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]], shared: Mapping[str, str] = MappingProxyType({})) -> None:
+    def check(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        shared: Mapping[str, str] = MappingProxyType({}),
+        unread: str | None = None,
+    ) -> None:
         """Raise ConvertError unless the folder has tensors of these names and shapes, and no others of the same blocks.
 
         Their types must convert to float32 without rounding, or be those of the quantisation. The keys of `shared` may
-        be missing, or must be equal to the tensors that they are mapped to.
+        be missing, or must be equal to the tensors that they are mapped to. Tensors with `unread` in their names may be
+        there, too.
         """
         specs: dict[str, TensorSpec] = {}
         for name, shape in shapes.items():
@@ -104,8 +110,8 @@ class Weights:
                 )
         blocks = {match[0] for name in specs if (match := _BLOCK.match(name))}
         for name in self._tensors.keys() - specs.keys() - shared.keys():
-            match = _BLOCK.match(name)
-            if match and match[0] in blocks and not name.endswith(_DERIVED):
+            match, is_unread = _BLOCK.match(name), unread is not None and unread in name
+            if match and match[0] in blocks and not name.endswith(_DERIVED) and not is_unread:
                 raise ConvertError(
                     f"{self._folder / self._tensors[name].file}: {name} has no place in a model of config.json's "
                     "settings: use the files that belong together"

@@ -4,37 +4,22 @@ from typing import Any
 
 from moe_jax.config import ModelConfig
 from moe_jax.convert import deepseek
-from moe_jax.convert.deepseek import biased_router, router_rows, router_settings
+from moe_jax.convert.deepseek import DENSE, SPARSE, biased_router, lowest_dense_blocks, router_rows, router_settings
 from moe_jax.convert.family import Family
-from moe_jax.convert.hf_config import ConvertError, HfConfig
+from moe_jax.convert.hf_config import HfConfig
 from moe_jax.convert.tensors import Tensor
-
-_DENSE, _EXPERTS = "dense", "sparse"
 
 
 def _model(hf: HfConfig) -> ModelConfig:
     hf.only("rope_interleave", True)
-    dense = _dense_blocks(hf)
+    dense = lowest_dense_blocks(hf, default=1)
     hf.only("first_k_dense_replace", dense)  # transformers ignores it
     own = hf.with_values({"first_k_dense_replace": dense})
     return ModelConfig(**deepseek.model_settings(own), moe=biased_router(own))
 
 
-def _dense_blocks(hf: HfConfig) -> int:
-    """Return the number of blocks without experts, which must be the lowest ones."""
-    layers, types = hf.num_layers(), hf.listed("mlp_layer_types")
-    if not types:
-        return 1
-    dense = types.count(_DENSE)
-    if types != [_DENSE] * dense + [_EXPERTS] * (layers - dense):
-        raise ConvertError(
-            f"{hf.where}: mlp_layer_types is not supported: the lowest must be {_DENSE}, the others {_EXPERTS}"
-        )
-    return dense
-
-
 def _settings(model: ModelConfig) -> dict[str, Any]:
-    kinds = [_EXPERTS if kind == "moe" else _DENSE for kind in model.block_kinds]
+    kinds = [SPARSE if kind == "moe" else DENSE for kind in model.block_kinds]
     settings = deepseek.settings(model) | router_settings(model)
     return settings | {"rope_interleave": True, "mlp_layer_types": kinds}
 

@@ -85,17 +85,21 @@ def open_model(folder: Path, model: ModelConfig, upcycle: bool = False) -> Itera
                 "another model"
             )
         stored = stored_family(family, weights.names())
-        weights.check(disk_shapes(array_slices(model, stored)), mtp.copies(model))
+        unread = None if family.unread is None else family.unread.part
+        weights.check(disk_shapes(array_slices(model, stored)), mtp.copies(model), unread)
         yield weights, stored
 
 
 def left_out(folder: Path, model: ModelConfig) -> str | None:
     """Return a message on the parts of a model in a Hugging Face folder that are not read; None: there are none."""
     hf = read_config(folder)
+    family = family_of(hf)
     with Weights(folder, quantization_of(hf)) as weights:
         names = weights.names()
     found = []
-    if not model.has_mtp and family_of(hf).holds_mtp and mtp.has_module(names, model):
+    if family.unread is not None and (unread := sum(family.unread.part in name for name in names)):
+        found.append(family.unread.message(hf.with_defaults(family.defaults), unread))
+    if not model.has_mtp and family.holds_mtp and mtp.has_module(names, model):
         found.append(f"{_LEFT_OUT}model.num_nextn_predict_layers=1 reads it")
     elif mtp.has_foreign_module(names):
         found.append(f"{_LEFT_OUT}modules of this kind are not built, and the decoder does not need it")

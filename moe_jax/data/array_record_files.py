@@ -55,10 +55,8 @@ def features_of(where: str, record: bytes) -> Mapping[str, object]:
                 (name,), (feature,) = _strings(entry, 1), _strings(entry, 2)
                 values = [value for each in _strings(feature, _LIST) for value in _strings(each, _VALUE)]
                 found[name.decode()] = values[0].decode() if len(values) == 1 else values
-    except (ValueError, IndexError) as error:  # of which UnicodeDecodeError is one
-        raise DataError(
-            f"{where} is neither a JSON object nor a tf.train.Example ({error}): write one of them"
-        ) from None
+    except (ValueError, IndexError):  # of which UnicodeDecodeError is one
+        raise DataError(f"{where} is neither a JSON object nor a tf.train.Example: write one of them") from None
     return found
 
 
@@ -76,7 +74,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
         if kind == _BYTES:
             size, at = _number(message, at)
             if at + size > len(message):
-                raise ValueError("it ends in a field")
+                raise IndexError("it ends in a field")
             yield key >> 3, message[at : at + size]
         elif kind == 0:
             size, at = 0, _number(message, at)[1]

@@ -35,6 +35,7 @@ from moe_jax.step import fault_injection as faults
 from moe_jax.step.compile_cache import cached_number
 from moe_jax.step.context import State
 from moe_jax.telemetry.energy import energy_counter
+from moe_jax.telemetry.goodput import Goodput, now
 from moe_jax.telemetry.meter import Meter
 from moe_jax.telemetry.run_log import RunLog
 
@@ -66,7 +67,9 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
 
     Raises RollBack, and the errors of `train`.
     """
+    begun = now()
     run = open_run(config)
+    goodput = Goodput(config.log.goodput_job if is_main_process() else None, begun)
     report_progress(run.first_step)
     check_memory(run)
     run, restored = restore_latest(config, run)
@@ -88,6 +91,7 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
     with (
         replicator.released_if_refused(),
         _open_log(run) as log,
+        goodput.until_end(log.warn),
         replicator.running(log, programs.digests),
         Tracing(steps_to_trace(config, step), run.folder) as tracing,
         _open_checkpoints(run, programs, log) as checkpoints,
@@ -119,6 +123,7 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
                 with meter.paused():
                     tuning.step, callbacks.evaluate = capacities.programs()
             tracing.begin(step, meter)
+            goodput.step(step)
             with StepTraceAnnotation("train", step_num=step):
                 state, metrics = tuning.step(state, *inputs)
             metrics = run.routing.take(step, metrics)

@@ -15,10 +15,11 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from moe_jax.checkpoint.load import load_step
-from moe_jax.config import Config, DataConfig, ExchangeConfig, MeshConfig, TrainConfig
+from moe_jax.config import Config, DataConfig, ExchangeConfig, MeshConfig, ModelConfig, TrainConfig
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.ranges import SIMULATED, check_number
-from moe_jax.errors import ConfigError, MeshError, as_yaml
+from moe_jax.config.validate.mesh import widths_over_tensor
+from moe_jax.errors import ConfigError, MeshError, as_yaml, divisors_text
 from moe_jax.models.decode import unstacked
 from moe_jax.models.parameters import in_order, param_dims, stored_shapes
 from moe_jax.models.transformer import ComputeConfig
@@ -138,17 +139,32 @@ class SamplingMesh:
 
 def _on_devices(config: Config, mesh: MeshConfig, num_devices: int) -> Config:
     """Return settings that generate text with the model of a config on a mesh. Raises ConfigError and MeshError."""
+    sizes = _sizes(mesh, num_devices)
+    there = MeshConfig(data=sizes[Axis.DATA], expert=sizes[Axis.EXPERT], tensor=sizes[Axis.TENSOR])
+    _check_split(config.model, there)
     # kernels of the run may not exist for these devices, its exchange may need several, and no token is dropped
-    asked = Config(
+    return Config(
         model=config.model,
-        mesh=mesh,
+        mesh=there,
         data=DataConfig(seq_len=config.data.seq_len),
         train=TrainConfig(compute_dtype=config.train.compute_dtype, seed=config.train.seed),
         exchange=ExchangeConfig(algorithm="flat", rank_capacity_factor=None),
     )
-    sizes = _sizes(mesh, num_devices)
-    there = MeshConfig(data=sizes[Axis.DATA], expert=sizes[Axis.EXPERT], tensor=sizes[Axis.TENSOR])
-    return dataclasses.replace(asked, mesh=there)
+
+
+def _check_split(model: ModelConfig, mesh: MeshConfig) -> None:
+    """Raise ConfigError for ranks that a trained model does not divide over: another mesh is the only cure."""
+    divided = {Axis.TENSOR: widths_over_tensor(model, mesh)}
+    if model.moe.num_experts:
+        divided[Axis.EXPERT] = {"model.moe.num_experts": model.moe.num_experts}
+    for axis, sizes in divided.items():
+        ranks = mesh.sizes[axis]
+        for name, size in sizes.items():
+            if ranks > 1 and size % ranks:
+                raise ConfigError(
+                    f"mesh.{axis}={ranks} does not divide {name}={size}: use mesh.{axis}="
+                    f"{divisors_text(math.gcd(*sizes.values()))}"
+                )
 
 
 def _sizes(mesh: MeshConfig, num_devices: int) -> dict[Axis, int]:

@@ -53,6 +53,7 @@ from moe_jax.step.context import State
 from moe_jax.step.expert_placement import slots_of
 from moe_jax.step.moving_average import evaluated
 from moe_jax.step.trainer import Trainer, make_trainer
+from moe_jax.telemetry.goodput import check_goodput
 from moe_jax.telemetry.wandb import check_wandb
 
 
@@ -133,6 +134,7 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
     check_batch_split(config, batch_shards(mesh))
     check_sharding_axes(config.optimizer, mesh.shape)
     check_wandb(config.log.wandb_project)
+    check_goodput(config.log.goodput_job)
     config = with_fastest_product(with_fastest_exchange(config, mesh), mesh)
     if choices := choices_of(config, mesh):
         config = choices.config

@@ -21,7 +21,7 @@ WRITTEN = (
     "dots1, glm4_moe, minimax_m2, ernie4_5_moe, granitemoe, glm4_moe_lite, hunyuan_v1_moe, qwen3_next, "
     "qwen3_5_moe_text, phimoe, llama4_text, granitemoehybrid, nemotron_h"
 )
-READ = f"{WRITTEN}, kimi_k2"
+READ = f"{WRITTEN}, kimi_k2, deepseek_v32, glm_moe_dsa"
 Damage = Callable[[Path], object]
 
 
@@ -244,9 +244,15 @@ def test_a_model_is_refused(damage: Damage, line: str, message: str, folder: Pat
             {"topk_method": "noaux_tc"},
             'hf/config.json: topk_method="noaux_tc" is not supported: it must be "greedy" or "group_limited_greedy"',
         ),
+        (
+            "deepseek_v32",
+            {"layer_types": ["full_attention"] * 3},
+            "hf/config.json: layer_types is not supported: all must be indexed_attention",
+        ),
+        ("glm_moe_dsa", {"index_topk": -1}, "hf/config.json: index_topk=-1 must be 0..2147483647"),
     ],
 )
-def test_groups_that_are_not_built_are_refused(
+def test_settings_of_deepseek_that_are_not_built_are_refused(
     family: str, settings: dict[str, object], message: str, folder: Path, assert_refused: Refusal
 ) -> None:
     shutil.copytree(GOLDEN / family, folder / "hf")
@@ -263,6 +269,10 @@ def test_groups_that_are_not_built_are_refused(
             "change that, and train it so",
         ),
         ("convert export run --out out --family gpt2", f"--family=gpt2 is not supported: {WRITTEN}"),
+        (
+            "convert export run --out out --family deepseek_v32",
+            "--family=deepseek_v32 is not supported: use deepseek_v3",
+        ),
         ("convert export run --out full", "full exists and is not an empty folder: name another one, or remove it"),
         (
             "convert export run --out out train.steps=3",

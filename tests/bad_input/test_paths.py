@@ -158,7 +158,14 @@ def test_a_config_made_in_python_gets_the_path_to_write(monkeypatch: pytest.Monk
 def test_every_setting_that_names_a_file_is_among_them() -> None:
     """Those whose text is no name of a part of the program: a new one has to be put into one of the two."""
     words = {"model.moe.gate", "model.moe.dispatcher", "model.moe.hooks", "schedule.policy", "exchange.algorithm"}
-    words |= {"optimizer.name", "train.grouped_product", "log.wandb_project", "log.sample_prompt", "data.text_key"}
+    words |= {
+        "optimizer.name",
+        "train.grouped_product",
+        "log.wandb_project",
+        "log.goodput_job",
+        "log.sample_prompt",
+        "data.text_key",
+    }
     texts = set()
     for name in setting_names(Sections):
         *path, key = name.split(".")

@@ -60,7 +60,7 @@ CONFIG = [
         "optimizer.zero=3 optimizer.zero_axes=[node]",
         "optimizer.zero_axes=node must be data or expert or context or tensor",
     ),
-    ("a yes for a stage", "optimizer.zero=true", "optimizer.zero=True must be 0 or 1 or 2 or 3"),
+    ("a yes for a stage", "optimizer.zero=true", "optimizer.zero=true must be 0 or 1 or 2 or 3"),
     (
         "sums of each part after all ticks",
         "optimizer.zero=2 mesh.pipeline=2 train.grad_accumulation=2",

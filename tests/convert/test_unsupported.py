@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from moe_jax.convert import families
 from moe_jax.convert.families import FAMILIES, family_of
 from moe_jax.convert.hf_config import ConvertError, HfConfig
 from tests.convert.golden import GOLDEN
@@ -78,6 +79,16 @@ REFUSED = [
     ("ernie4_5_moe", "moe_layer_end_index", 0, _AS_BLOCKS),
     ("glm4_moe_lite", "first_k_dense_replace", 3, "first_k_dense_replace=3 is not supported: it must be 1"),
     ("glm4_moe_lite", "mlp_layer_types", ["sparse", "dense"], _AS_LISTED),
+    ("deepseek_v32", "mlp_layer_types", ["sparse", "dense", "sparse"], _AS_LISTED),
+    ("deepseek_v32", "first_k_dense_replace", 2, "first_k_dense_replace=2 is not supported: it must be 1"),
+    (
+        "deepseek_v32",
+        "layer_types",
+        ["full_attention"] * 3,
+        "layer_types is not supported: all must be indexed_attention",
+    ),
+    ("deepseek_v32", "rope_interleave", False, "rope_interleave=false is not supported: it must be true"),
+    ("glm_moe_dsa", "scoring_func", "softmax", 'scoring_func="softmax" is not supported: it must be "sigmoid"'),
     ("hunyuan_v1_moe", "moe_topk", [2, 3], "moe_topk is not supported: it must be the same in all blocks"),
     ("hunyuan_v1_moe", "use_cla", True, "use_cla=true is not supported: it must be false"),
     ("qwen3_next", "attention_bias", True, "attention_bias=true is not supported: it must be false"),
@@ -181,8 +192,9 @@ def settings_of(family: str, **others: object) -> HfConfig:
 @pytest.mark.parametrize(("family", "name", "value", "message"), REFUSED)
 def test_a_setting_that_is_not_built_is_refused_by_name(family, name, value, message):
     others = {"sliding_window": 8, "layer_types": None} if name == "max_window_layers" else {}
+    settings = settings_of(family, **others, **{name: value})
     with pytest.raises(ConvertError) as refusal:
-        FAMILIES[family].model(settings_of(family, **others, **{name: value}))
+        family_of(settings).model(settings)
     assert str(refusal.value) == f"config.json: {message}"
 
 
@@ -200,8 +212,16 @@ def test_rotations_that_are_not_built_are_refused_by_name(kind):
 def test_families_that_are_not_built_are_refused_with_the_reason():
     with pytest.raises(ConvertError, match=r"model_type='minimax' is not supported, since there is no lightning"):
         family_of(settings_of("mixtral", model_type="minimax"))
+    with pytest.raises(
+        ConvertError, match=r"model_type='longcat_flash' is not supported, since there is no block with"
+    ):
+        family_of(settings_of("mixtral", model_type="longcat_flash"))
     with pytest.raises(ConvertError, match=r"model_type='new' is not supported: it must be mixtral, llama, "):
         family_of(settings_of("mixtral", model_type="new"))
+
+
+def test_no_family_is_both_built_and_not() -> None:
+    assert not set(families._NOT_BUILT) & set(families._BY_TYPE)
 
 
 def rotated(**others: object) -> float:

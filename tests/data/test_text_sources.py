@@ -212,9 +212,9 @@ def test_what_cannot_be_encoded_is_refused(folder: Path, tmp_path: Path, monkeyp
         example({"body": 5}): "'body' is list, not text: choose another with data.text_key",
         b'{"body": 5}': "'body' is int, not text: choose another with data.text_key",
         b'{"body": "\xff"}': "is not UTF-8 (invalid start byte): repair or remove it",
-        b"\x0a\x7f": "is neither a JSON object nor a tf.train.Example (it ends in a field): write one of them",
-        b"\xff\xff": "is neither a JSON object nor a tf.train.Example (index out of range): write one of them",
-        b"some text": "is neither a JSON object nor a tf.train.Example (unknown wire type 3): write one of them",
+        b"\x0a\x7f": "is neither a JSON object nor a tf.train.Example: write one of them",
+        b"\xff\xff": "is neither a JSON object nor a tf.train.Example: write one of them",
+        b"some text": "is neither a JSON object nor a tf.train.Example: write one of them",
         b"": "has no 'body' but nothing: choose with data.text_key",
     }.items():
         file = write_records(tmp_path / "one.array_record", [content])

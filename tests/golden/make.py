@@ -6,7 +6,8 @@
 Each folder has what `save_pretrained` writes, and `golden.safetensors` with tokens and logits in float32.
 `changed.safetensors` has logits of the same tensors and tokens with other settings, of the last tokens only:
 `mixtral_top_1` with num_experts_per_tok=1, `qwen3_moe_yarn` (every fourth logit) with
-rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16} added to config.json.
+rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16} added to config.json, and
+`deepseek_v32_sparse` (every fourth logit, of all tokens) with index_topk=8.
 """
 
 import argparse
@@ -68,6 +69,7 @@ NEXT = {
     "num_experts_per_tok": 3,
     "rms_norm_eps": 1e-4,  # with 1e-6 and larger matrices, logits in float32 are 3e-5 and more from those in float64
 }
+INDEXER = {"q_lora_rank": 16, "index_topk": 64, "index_head_dim": 16, "index_n_heads": 2}
 _DELTA = ("Qwen3Next", "Qwen3_5MoeText")
 HYBRID = {
     "intermediate_size": 12,
@@ -212,6 +214,39 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4MoeLite",
         {name: value for name, value in DEEPSEEK.items() if name != "first_k_dense_replace"}
         | {"num_hidden_layers": 2, "q_lora_rank": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ),
+    "deepseek_v32": (
+        "DeepseekV32",
+        DEEPSEEK | INDEXER | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}},
+    ),
+    "deepseek_v32_2": (
+        "DeepseekV32",
+        DEEPSEEK
+        | INDEXER
+        | {
+            "num_hidden_layers": 2,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "q_lora_rank": 20,
+            "qk_rope_head_dim": 4,
+            "index_topk": 80,
+            "mlp_layer_types": ["sparse", "sparse"],
+            "first_k_dense_replace": 0,
+            "n_group": 1,
+            "topk_group": 1,
+            "max_position_embeddings": 128,
+        },
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        DEEPSEEK
+        | INDEXER
+        | {
+            "n_group": 1,
+            "topk_group": 1,
+            "index_topk_pattern": "FSF",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
     ),
     "hunyuan_v1_moe": (
         "HunYuanMoEV1",

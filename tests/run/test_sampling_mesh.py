@@ -83,8 +83,12 @@ def test_devices_that_are_not_there_are_refused():
     config = config_of("grouped")
     with pytest.raises(MeshError, match=r"^mesh\.data=2 × mesh\.expert=4 × mesh\.tensor=2 takes 16 devices, and "):
         SamplingMesh.of(config, MeshConfig(data=2, expert=4, tensor=2))
-    with pytest.raises(ConfigError, match=r"mesh\.expert=3"):
-        SamplingMesh.of(config, MeshConfig(data=1, expert=3))
+    for axis, name in (("expert", r"moe\.num_experts"), ("tensor", "num_attention_heads")):
+        another = rf"^mesh\.{axis}=3 does not divide model\.{name}=4: use mesh\.{axis}=1.* or \d$"
+        with pytest.raises(ConfigError, match=another):
+            SamplingMesh.of(config, MeshConfig(**{"data": 1, axis: 3}))
+        with pytest.raises(ConfigError, match=rf"^mesh\.{axis}=0 must be at least 1"):
+            SamplingMesh.of(config, MeshConfig(**{"data": 1, axis: 0}))
     with pytest.raises(ConfigError, match=r"^mesh\.data=0 must be at least 1"):
         SamplingMesh.of(config, MeshConfig(data=0))
 

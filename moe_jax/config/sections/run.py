@@ -54,6 +54,8 @@ class LogConfig:
     every: int = number(10, Range(1, ANY))  # steps between two records
     tensorboard: bool = True  # write TensorBoard files
     wandb_project: str | None = None  # Weights & Biases project for process 0, see docs/logging.md; null: none
+    # name of the job for ml-goodput-measurement, in Google Cloud's log, see docs/logging.md; null: none
+    goodput_job: str | None = None
     # every n-th record has the load of each expert of each block; null: n such that a record has at most 1,024 of
     # these numbers on average
     expert_load_every: int | None = number(None, Range(1, ANY))

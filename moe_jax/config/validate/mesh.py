@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from moe_jax.config.sections import MeshConfig, Sections
+from moe_jax.config.sections import MeshConfig, ModelConfig, Sections
 from moe_jax.errors import ConfigError, divisors_text, nearest_multiples
 
 
@@ -31,21 +31,7 @@ def check_tensor_split(config: Sections, ranks: int) -> None:
     """Raise ConfigError unless heads, hidden widths and sequences divide over `ranks` tensor ranks."""
     if ranks == 1:
         return
-    model = config.model
-    divided = {"model.num_attention_heads": model.num_attention_heads, "data.seq_len": config.data.seq_len}
-    if model.num_key_value_heads is not None:
-        divided["model.num_key_value_heads"] = model.num_key_value_heads
-    if model.has_delta_nets:
-        name = "num_value_heads" if model.delta_net.num_key_heads is None else "num_key_heads"
-        divided[f"model.delta_net.{name}"] = model.delta_net.key_heads
-    if model.has_mamba:
-        divided["model.mamba.num_heads"] = model.mamba.num_heads or 0
-        if model.mamba.n_groups > 1:  # the only group is shared
-            divided["model.mamba.n_groups"] = model.mamba.n_groups
-    if model.num_mlp_blocks or model.moe.dense_residual:
-        divided["model.intermediate_size"] = model.intermediate_size
-    if model.moe.num_experts and (model.moe.num_shared_experts or not config.mesh.experts_over_tensor):
-        divided["model.moe.intermediate_size"] = model.moe.intermediate_size
+    divided = widths_over_tensor(config.model, config.mesh) | {"data.seq_len": config.data.seq_len}
     for name, size in divided.items():
         if size % ranks:
             raise ConfigError(
@@ -57,6 +43,25 @@ def check_tensor_split(config: Sections, ranks: int) -> None:
             f"exchange.algorithm={config.exchange.algorithm} knows no tensor ranks, and mesh.tensor={ranks}: "
             "use exchange.algorithm=flat, mesh.experts_over_tensor=true, or mesh.tensor=1"
         )
+
+
+def widths_over_tensor(model: ModelConfig, mesh: MeshConfig) -> dict[str, int]:
+    """Return the numbers of a model that tensor ranks divide, by the names of their settings."""
+    divided = {"model.num_attention_heads": model.num_attention_heads}
+    if model.num_key_value_heads is not None:
+        divided["model.num_key_value_heads"] = model.num_key_value_heads
+    if model.has_delta_nets:
+        name = "num_value_heads" if model.delta_net.num_key_heads is None else "num_key_heads"
+        divided[f"model.delta_net.{name}"] = model.delta_net.key_heads
+    if model.has_mamba:
+        divided["model.mamba.num_heads"] = model.mamba.num_heads or 0
+        if model.mamba.n_groups > 1:  # the only group is shared
+            divided["model.mamba.n_groups"] = model.mamba.n_groups
+    if "dense" in model.block_kinds or model.moe.dense_residual:
+        divided["model.intermediate_size"] = model.intermediate_size
+    if model.moe.num_experts and (model.moe.num_shared_experts or not mesh.experts_over_tensor):
+        divided["model.moe.intermediate_size"] = model.moe.intermediate_size
+    return divided
 
 
 def check_context_split(config: Sections, ranks: int, tensor_ranks: int) -> None:

@@ -16,6 +16,7 @@ _NAMES = {
     "train.record_routing": "folder",
     "train.replay_routing": "folder",
     "log.wandb_project": "project",
+    "log.goodput_job": "job",
 }
 
 

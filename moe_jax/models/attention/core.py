@@ -66,11 +66,14 @@ def masked_attention(
 
 
 def update_slots(
-    cache_BS: Float[Array, "B S ..."], new_BN: Float[Array, "B N ..."], position_B: Int[Array, " B"]
-) -> Float[Array, "B S ..."]:
-    """Return the cache with the features of further tokens, which begin at `position_B` in each sequence."""
-    put = jax.vmap(lambda slots, new, position: jax.lax.dynamic_update_slice_in_dim(slots, new, position, axis=0))
-    return put(cache_BS, new_BN, position_B)
+    cache_BS: Float[Array, "B ... S"], new_BN: Float[Array, "B N ..."], position_B: Int[Array, " B"]
+) -> Float[Array, "B ... S"]:
+    """Return the cache with the features of further tokens, which begin at `position_B` in each sequence.
+
+    Slots come last, as CPUs multiply them: otherwise the whole cache would be transposed for each token.
+    """
+    put = jax.vmap(lambda slots, new, position: jax.lax.dynamic_update_slice_in_dim(slots, new, position, axis=-1))
+    return put(cache_BS, jnp.moveaxis(new_BN, 1, -1), position_B)
 
 
 def visible_slots(position_BN: Int[Array, "B N"], slots: int, view: AttentionView) -> Bool[Array, "B N S"]:

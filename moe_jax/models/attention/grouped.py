@@ -21,7 +21,7 @@ from moe_jax.models.rope import logit_scale, rotate
 from moe_jax.parallel.context import context_ranks, own_positions
 from moe_jax.parallel.sequence_shards import own_count, tp_all_gather
 
-Cache = tuple[Float[Array, "B S G K"], Float[Array, "B S G K"]]
+Cache = tuple[Float[Array, "B G K S"], Float[Array, "B G K S"]]
 
 
 def heads(
@@ -53,7 +53,7 @@ def heads(
 
 def first_cache(model: ModelConfig, batch: int, length: int, dtype: Any) -> Cache:
     """Return an empty cache of this rank's keys and values."""
-    shape = (batch, length, own_count(model.kv_heads), model.head_width)
+    shape = (batch, own_count(model.kv_heads), model.head_width, length)
     return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
 
 
@@ -71,15 +71,17 @@ def cached_heads(
     The slots of tokens that do not count are filled again before a later token sees them.
     """
     position_BN = position_B[:, None] + jnp.arange(h_BND.shape[1])
-    query, *new = _project(params, h_BND, position_BN, model, view, cache[0].shape[1])
-    keys, values = (update_slots(old, each, position_B) for old, each in zip(cache, new, strict=True))
-    mask_BNS = visible_slots(position_BN, keys.shape[1], view)
+    slots = cache[0].shape[-1]
+    query, *new = _project(params, h_BND, position_BN, model, view, slots)
+    key_BGKS, value_BGKS = (update_slots(old, each, position_B) for old, each in zip(cache, new, strict=True))
+    keys, values = (jnp.moveaxis(each, -1, 1) for each in (key_BGKS, value_BGKS))
+    mask_BNS = visible_slots(position_BN, slots, view)
     scale = logit_scale(model)
     if "sink" in params:
         out = masked_attention(query, keys, values, mask_BNS, scale, params["sink"])
     else:
         out = jax.nn.dot_product_attention(query, keys, values, mask=mask_BNS[:, None], scale=scale)
-    return _gated(params, h_BND, out), (keys, values)
+    return _gated(params, h_BND, out), (key_BGKS, value_BGKS)
 
 
 def _gated(params: Any, h_BND: Float[Array, "B N D"], out_BNHK: Float[Array, "B N H K"]) -> Float[Array, "B N H K"]:

@@ -22,7 +22,7 @@ from moe_jax.models.rope import logit_scale, rotate
 from moe_jax.parallel.context import context_ranks, own_positions
 from moe_jax.parallel.sequence_shards import tp_all_gather
 
-Cache = tuple[Float[Array, "B S R"], Float[Array, "B S P"]]  # latents and rotated keys
+Cache = Float[Array, "B RP S"]  # latents, and below them the rotated keys
 
 
 def heads(
@@ -66,7 +66,7 @@ def first_cache(model: ModelConfig, batch: int, length: int, dtype: Any) -> Cach
     """Return an empty cache of latents and rotated keys, which all heads share."""
     rank = model.latent.kv_lora_rank
     assert rank is not None, "a model with latents"
-    return jnp.zeros((batch, length, rank), dtype), jnp.zeros((batch, length, model.latent.qk_rope_head_dim), dtype)
+    return jnp.zeros((batch, rank + model.latent.qk_rope_head_dim, length), dtype)
 
 
 def cached_heads(
@@ -86,20 +86,21 @@ def cached_heads(
     """
     query_BNQ, latent_BNR, key_BNP = _latents(params, h_BND, model)
     position_BN = position_B[:, None] + jnp.arange(h_BND.shape[1])
-    length = cache[0].shape[1]
+    rank, length = latent_BNR.shape[-1], cache.shape[-1]
     key_BNP = _rotate(key_BNP[:, :, None], position_BN, model, view, length)[:, :, 0]
-    latents, keys = (update_slots(old, new, position_B) for old, new in zip(cache, (latent_BNR, key_BNP), strict=True))
+    cache = update_slots(cache, jnp.concatenate([latent_BNR, key_BNP], axis=-1), position_B)
+    both_BS1 = jnp.moveaxis(cache, -1, 1)[:, :, None]
     plain, rotated = _queries(params, query_BNQ, position_BN, model, view, length)
     latent_query = jnp.einsum("bnhk,rhk->bnhr", plain, params["key"].astype(plain.dtype))
     out_BNHR = masked_attention(
         jnp.concatenate([latent_query, rotated], axis=-1),
-        jnp.concatenate([latents, keys], axis=-1)[:, :, None],
-        latents[:, :, None],
-        visible_slots(position_BN, keys.shape[1], view),
+        both_BS1,
+        both_BS1,  # the latents alone would be copied for each token
+        visible_slots(position_BN, length, view),
         logit_scale(model),
         params.get("sink"),
-    )
-    return jnp.einsum("bnhr,rhv->bnhv", out_BNHR, params["value"].astype(out_BNHR.dtype)), (latents, keys)
+    )[..., :rank]
+    return jnp.einsum("bnhr,rhv->bnhv", out_BNHR, params["value"].astype(out_BNHR.dtype)), cache
 
 
 def _latents(
