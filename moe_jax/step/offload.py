@@ -45,7 +45,7 @@ def in_host_memory(placed: Tree, parameters: Tree) -> Tree:
         if PINNED not in (memory.kind for memory in device.addressable_memories()):
             raise ConfigError(
                 f"optimizer.offload_moments=true needs host memory that devices use themselves ({PINNED}), and jax "
-                f"knows none of {device.device_kind}: use optimizer.offload_moments=false"
+                f"knows none of {device.device_kind or device.platform}: use optimizer.offload_moments=false"
             )
         return sharding.with_memory_kind(PINNED)
 
