@@ -21,8 +21,9 @@ from moe_jax.plan.memory import step_memory
 from moe_jax.step import offload
 from moe_jax.step.optimizers import OPTIMIZERS
 from moe_jax.step.optimizers.protocol import Parameter
-from moe_jax.step.trainer import make_trainer
-from tests.small import small_config
+from moe_jax.step.trainer import Trainer, make_trainer
+from tests.compiled import run_checked
+from tests.small import small_config, tokens_of
 from tests.step.gradients import mesh_of
 from tests.step.test_optimizers import config_with, trained
 
@@ -79,6 +80,30 @@ def test_moments_of_matrices_are_in_host_memory_before_and_after_a_step(zero: An
             is_host = name.startswith("optimizer.") and not is_vector
             assert (sharding.memory_kind == PINNED) == is_host, name
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, trainer.state_shapes)
+
+
+def test_a_run_goes_on_with_and_without() -> None:
+    """A bad step changes nothing, and each takes the other's state."""
+    config = offloaded(zero=3, learning_rate=0.05, warmup_steps=0)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, skip_spikes=True, spike_factor=3.0))
+    plain = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, offload_moments=False))
+    trainers = [make_trainer(each, mesh_of(each)) for each in (config, plain)]
+    states = [trainer.init() for trainer in trainers]
+    batch = tokens_of(config)
+    for limit in (np.inf, 0.0, np.inf):  # of the loss
+        before = jax.device_get(states[0]["optimizer"])
+        states = [
+            run_checked(trainer.step, jax.device_put(state, _placed(trainer)), batch, np.float32(limit))[0]
+            for trainer, state in zip(trainers, states, strict=True)
+        ]
+        if not limit:
+            chex.assert_trees_all_equal(jax.device_get(states[0]["optimizer"]), before)
+        chex.assert_trees_all_close(*map(jax.device_get, states), rtol=1e-5, atol=1e-6)
+        states.reverse()
+
+
+def _placed(trainer: Trainer) -> Any:
+    return jax.tree.map(lambda leaf: leaf.sharding, trainer.state_shapes)
 
 
 def test_an_array_waits_for_the_one_before() -> None:
