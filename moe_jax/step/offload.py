@@ -138,9 +138,12 @@ def _some_blocks_at_a_time(
 
 
 def _pieces(parameter: Parameter, shape: tuple[int, ...]) -> int:
-    """Return the number of equal pieces of an array that are updated one after another: whole blocks."""
+    """Return the number of equal pieces of an array that are updated one after another: whole blocks.
+
+    There are at least two, if there are two blocks: no compiler copies what a loop's later iterations read beforehand.
+    """
     if parameter.dims[0] != "layers":
         return 1
     blocks = shape[0]
-    at_once = max(1, BYTES_AT_ONCE // (4 * math.prod(shape[1:])))
+    at_once = max(1, min(BYTES_AT_ONCE // (4 * math.prod(shape[1:])), blocks // 2))
     return next(pieces for pieces in range(1, blocks + 1) if blocks % pieces == 0 and blocks // pieces <= at_once)

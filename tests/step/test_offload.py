@@ -27,11 +27,11 @@ from tests.small import small_config, tokens_of
 from tests.step.gradients import mesh_of
 from tests.step.test_optimizers import config_with, trained
 
-BLOCKS = small_config(1, 1, moe_layer_freq=1, model={"num_layers": 3})
+BLOCKS = small_config(1, 1, moe_layer_freq=1, model={"num_layers": 4})
 ROUNDED = {"moments_dtype": "bfloat16"}
 
 
-@pytest.mark.parametrize("at_once", [offload.BYTES_AT_ONCE, 1], ids=["whole arrays", "a block at a time"])
+@pytest.mark.parametrize("at_once", [offload.BYTES_AT_ONCE, 1], ids=["in as few pieces as can be", "a block at a time"])
 @pytest.mark.parametrize(
     ("name", "settings"),
     [*((name, {}) for name in OPTIMIZERS), ("adamw", ROUNDED), ("muon", ROUNDED)],
@@ -54,7 +54,8 @@ def test_updates_are_those_of_moments_on_the_device(
 def test_arrays_are_cut_into_as_few_equal_pieces_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     stacked, single = Parameter(("layers", "model", "hidden")), Parameter(("vocab", "model"))
     block_bytes = 4 * 8 * 16
-    for blocks_at_once, pieces in ((100, 1), (12, 1), (11, 2), (6, 2), (5, 3), (1, 12), (0.5, 12)):
+    assert offload._pieces(stacked, (1, 8, 16)) == 1
+    for blocks_at_once, pieces in ((100, 2), (6, 2), (5, 3), (4, 3), (1, 12), (0.5, 12)):
         monkeypatch.setattr(offload, "BYTES_AT_ONCE", int(blocks_at_once * block_bytes))
         assert offload._pieces(stacked, (12, 8, 16)) == pieces
         assert offload._pieces(single, (12, 16)) == 1
