@@ -835,6 +835,14 @@ MUTATIONS = (
         ["tests/telemetry/test_nonfinite_steps.py"],
     ),
     Mutation(
+        "all_moments_on_the_device",
+        "step/offload.py",
+        "state = after(state, last)",
+        "state = list(state)",
+        "compilers may copy the moments of all arrays to the device at once",
+        ["tests/step/test_offload.py", "-k", "waits"],
+    ),
+    Mutation(
         "matrices_orthogonalized_in_shards",
         "parallel/matrix_shards.py",
         "return tuple(name for name in names if jax.lax.axis_size(name) > 1)",
@@ -1050,8 +1058,8 @@ MUTATIONS = (
     Mutation(
         "optimizer_needs_no_memory",
         "plan/memory.py",
-        "optimizer=moment_bytes(owned_parameters(",
-        "optimizer=0 * moment_bytes(owned_parameters(",
+        '"optimizer": moment_bytes(owned, config, mesh)',
+        '"optimizer": 0 * moment_bytes(owned, config, mesh)',
         "plans do not fit into the memory of devices",
         ["tests/plan/test_memory.py", "-k", "state_is_exact"],
     ),

@@ -768,6 +768,14 @@ REFUSED = {
         "migration.replicas=2 with optimizer.moments_dtype=bfloat16, which rounds the moments of copies apart: "
         "use optimizer.moments_dtype=float32, or migration.replicas=0"
     ),
+    "migration.enabled=true mesh.expert=2 model.moe.capacity_factor=null optimizer.offload_moments=true": (
+        "migration.enabled=true with optimizer.offload_moments=true, whose moments would all be on the devices while "
+        "experts move: use optimizer.offload_moments=false, or migration.enabled=false"
+    ),
+    "optimizer.name=other:rule optimizer.offload_moments=true": (
+        "optimizer.offload_moments=true updates some blocks of an array at a time, and optimizer.name=other:rule may "
+        "need more at once: use a built-in optimizer, or optimizer.offload_moments=false"
+    ),
     "optimizer.name=adafactor optimizer.moments_dtype=bfloat16": (
         "optimizer.moments_dtype=bfloat16 is of optimizer adamw, muon and lion, and optimizer.name=adafactor: set "
         "optimizer.name=adamw, or optimizer.moments_dtype=float32"

@@ -17,6 +17,7 @@ from jaxtyping import Array, UInt32
 
 from moe_jax.distributed.processes import allgather, allgather_rows
 from moe_jax.errors import EXIT_TRY_AGAIN, UserError
+from moe_jax.parallel.host_memory import to_device
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.parallel.word_hash import index_of, mix
 
@@ -32,14 +33,14 @@ class ReplicasError(UserError):
 
 
 def digests(tree: Any) -> UInt32[Array, "L 2"]:
-    """Compute two digests of each array, in the order of the tree's leaves.
+    """Compute two digests of each array, in the order of the tree's leaves. Arrays of the host are read by devices.
 
     Both are sums modulo 2³², which do not depend on the order of addition. The first is Σ word · (2·index + 1) over the
     array's 32-bit words and their global indices: as the weights are odd, flipping any one bit changes it. Two flipped
     sign bits do not change it (they add 2³¹ times the sum of two odd numbers), so the second digest is
     Σ mix(word ⊕ mix(index)), in which every bit of a word affects all bits of its term.
     """
-    return jnp.stack([_digest(leaf) for leaf in jax.tree.leaves(tree)])
+    return jnp.stack([_digest(to_device(leaf)) for leaf in jax.tree.leaves(tree)])
 
 
 def digest_program(like: Any) -> Wrapped:

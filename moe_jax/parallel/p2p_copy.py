@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
+from moe_jax.parallel.host_memory import to_device
 from moe_jax.parallel.permute import permuted
 from moe_jax.parallel.sharding import REPLICATED
 
@@ -25,7 +26,7 @@ def p2p_copy_shards(shardings: Sequence[NamedSharding], pairs: Sequence[Pairs]) 
 
     def send(arrays: list[jax.Array]) -> list[jax.Array]:
         with jax.named_scope("p2p_copy_shards"):
-            return [permuted(x, mesh.axis_names, x_pairs) for x, x_pairs in zip(arrays, pairs, strict=True)]
+            return [permuted(to_device(x), mesh.axis_names, own) for x, own in zip(arrays, pairs, strict=True)]
 
     mesh = shardings[0].mesh
     return jax.jit(jax.shard_map(send, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False))

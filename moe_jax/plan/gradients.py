@@ -195,7 +195,7 @@ def own_parameters(owned: tuple[Owned, ...], config: Config, mesh: Mapping[str, 
 
 
 def moment_bytes(owned: tuple[Owned, ...], config: Config, mesh: Mapping[str, int]) -> int:
-    """Bytes of the optimizer's moments on one device, and of the average of parameters.
+    """Bytes of the optimizer's moments of one device, in its memory or the host's, and of the average of parameters.
 
     Adafactor's, of rows and columns, are not counted, and neither is the average of score biases.
     """

@@ -64,7 +64,8 @@ def _cure(search: PlanSearch) -> str:
         return f"use {' '.join(f'{name}=auto' for name in closed)}"
     train, device = search.draft.train, search.cluster.device
     optimizer = search.draft.optimizer
-    each_bytes = 2 * _ITEM_BYTES + optimizer.moment_bytes * optimizer.facts.least_moments
+    moments = 0 if optimizer.offload_moments else optimizer.facts.least_moments
+    each_bytes = 2 * _ITEM_BYTES + optimizer.moment_bytes * moments
     state_bytes = each_bytes * count_parameters(search.draft.model).total
     for larger in _larger(search.cluster):
         if device.memory_bytes is not None and state_bytes > larger.devices * device.memory_bytes:

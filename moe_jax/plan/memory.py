@@ -39,10 +39,12 @@ from moe_jax.plan.activation_memory import (
 )
 from moe_jax.plan.compilers import COMPILERS
 from moe_jax.plan.gradients import ITEM_BYTES, moment_bytes, own_parameters, params_by_group
+from moe_jax.plan.offload import moments_at_once, offloaded_bytes
 from moe_jax.plan.orthogonalizing import orthogonalizing_bytes
 from moe_jax.plan.param_gathers import gathered_parameter_bytes, shard_cast_bytes
 from moe_jax.plan.recurrent import recurrent_share
 from moe_jax.plan.resources import (
+    Owned,
     count_parameters,
     owned_by_block,
     owned_parameters,
@@ -56,6 +58,7 @@ from moe_jax.schedule.pipelines.outline import outline_of
 
 Moment = Literal["head", "backward", "update"]
 _GATHERED = 1.5  # times an array: a shard, and all shards in another layout before they are put in place
+_NO_PARTS = ("moment", "on_host")
 TEMPORARIES = ("activations", "gathered", "gradients", "head", "working")
 
 
@@ -73,11 +76,12 @@ class StepMemory:
     head: int  # logits and their gradient
     working: int  # workspace of a block's backward pass, its exchanges included, or of an update
     lost: int  # gaps between buffers, and memory that the compiler reserves
+    on_host: int = 0  # moments in the memory of the host (`optimizer.offload_moments`), no part of the device's
 
     @property
     def parts(self) -> dict[str, int]:
         """Bytes by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "moment"}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NO_PARTS}
 
     @property
     def total(self) -> int:
@@ -174,7 +178,10 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
             "gradients": gradients.backward,
             "working": working_bytes(config, sizes, compiler, mode, mesh, model.num_blocks),
         },
-        "update": {"gradients": gradients.update, "working": orthogonalizing_bytes(config, platform, mesh)},
+        "update": {
+            "gradients": gradients.update,
+            "working": orthogonalizing_bytes(config, platform, mesh) + moments_at_once(config, platform, mesh),
+        },
     }
     moment: Moment = max(moments, key=lambda name: sum(moments[name].values()))
     gaps = compiler.scheduled_gaps if facts.orders_tasks else compiler.gaps
@@ -182,7 +189,7 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
     return StepMemory(
         moment=moment,
         parameters=4 * (int(own) if config.optimizer.zero == 3 else count),
-        optimizer=moment_bytes(owned_parameters(model), config, mesh),
+        **moments_of(owned_parameters(model), config, mesh, platform),
         batch=int(4 * sizes.sequences * config.train.grad_accumulation * (config.data.seq_len + 1)),
         **parts,
         lost=int((gaps - 1) * sum(parts.values())) + compiler.reserved_bytes,
@@ -214,8 +221,14 @@ def least_bytes(config: Config, platform: str) -> float:
     elif config.optimizer.zero == 0:
         gradients = parameters
     # moments and gradients are rounded down
-    moments = moment_bytes(stages or owned_parameters(config.model), config, mesh)
+    moments = moments_of(stages or owned_parameters(config.model), config, mesh, platform)["optimizer"]
     return parameters + moments - 1 + gradients - 1 + COMPILERS[platform].reserved_bytes
+
+
+def moments_of(owned: tuple[Owned, ...], config: Config, mesh: Mapping[str, int], platform: str) -> dict[str, int]:
+    """Bytes of the moments of one device, and of the average of parameters, by the names in `StepMemory`."""
+    on_host = offloaded_bytes(owned, config, mesh, platform)
+    return {"optimizer": moment_bytes(owned, config, mesh) - on_host, "on_host": on_host}
 
 
 def _stored_by_blocks(config: Config, sizes: DeviceSizes, mode: Mode, in_products: float) -> float:
@@ -294,7 +307,7 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
     return StepMemory(
         moment=moment,
         parameters=4 * (int(own_parameters(params, config, mesh)) if config.optimizer.zero == 3 else count),
-        optimizer=moment_bytes(params, config, mesh),
+        **moments_of(params, config, mesh, platform),
         batch=int(4 * sizes.sequences * parts * (config.data.seq_len + 1)),
         **found,
         lost=compiler.reserved_bytes,

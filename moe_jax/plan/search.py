@@ -31,9 +31,8 @@ from moe_jax.plan.candidates import (
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.estimate import Estimate, estimate
 from moe_jax.plan.forward import best_ranges
-from moe_jax.plan.gradients import moment_bytes
 from moe_jax.plan.least_time import least_step_s, least_work_s
-from moe_jax.plan.memory import StepMemory, least_bytes, step_memory
+from moe_jax.plan.memory import StepMemory, least_bytes, moments_of, step_memory
 from moe_jax.plan.stage_parameters import stage_parameters_of
 from moe_jax.plan.tensor_forms import tensor_forms
 
@@ -320,8 +319,8 @@ class PlanSearch:
         if others not in self._with_ticks:
             self._with_ticks[others] = step_memory(config, self.cluster.device.platform, mesh)
         # the only memory of a step with ticks that ZeRO shards
-        moments = moment_bytes(stage_parameters_of(config), config, mesh)
-        return dataclasses.replace(self._with_ticks[others], optimizer=moments)
+        moments = moments_of(stage_parameters_of(config), config, mesh, self.cluster.device.platform)
+        return dataclasses.replace(self._with_ticks[others], optimizer=moments["optimizer"], on_host=moments["on_host"])
 
     @staticmethod
     def _read_by_memory(config: Config) -> tuple[object, ...]:

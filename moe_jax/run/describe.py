@@ -192,7 +192,8 @@ def _memory(memory: StepMemory) -> str:
     parts = {"state": memory.state, "stored activations": memory.activations, "gradients": memory.gradients}
     parts |= {"gathered parameters": memory.gathered, "head": memory.head, "a block at work": memory.working}
     listed = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in parts.items() if num_bytes)
-    return f"about {size(memory.total)} per device in a step: {listed}"
+    on_host = f"; moments in host memory {size(memory.on_host)}" if memory.on_host else ""
+    return f"about {size(memory.total)} per device in a step: {listed}{on_host}"
 
 
 def _trace(run: Run) -> dict[str, str]:

@@ -17,6 +17,7 @@ from moe_jax.config.layer_layout import Stages
 from moe_jax.models.placement import by_expert, by_slot, expert_group, first_experts, first_slots, moe_blocks
 from moe_jax.parallel.expert_transfer import all_reduce_replicated_experts
 from moe_jax.parallel.grad_sync import Experts
+from moe_jax.parallel.host_memory import to_device
 from moe_jax.parallel.pipeline import stage
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.parallel.trees import Grads, Params
@@ -81,9 +82,13 @@ def ordered(state: State, shapes: State, stages: Stages) -> State:
     """Return a state, or a part of it, with its experts in order and without its placement, sharded like `shapes`."""
     rest = {name: part for name, part in state.items() if name != "placement"}
     wanted = jax.tree.map(lambda x: x.sharding, {name: shapes[name] for name in rest})
-    sort = jax.jit(partial(by_expert, stages=stages), out_shardings=wanted)
-    sorted_rest: State = sort(rest, slots_of(state))
-    return sorted_rest
+
+    def sort(rest: State, slots: Any) -> State:
+        sorted_rest: State = by_expert(jax.tree.map(to_device, rest), slots, stages=stages)
+        return sorted_rest
+
+    on_mesh: State = jax.jit(sort, out_shardings=wanted)(rest, slots_of(state))
+    return on_mesh
 
 
 def params_in_order(state: State, stages: Stages) -> Params:

@@ -10,7 +10,9 @@ them on average (Gupta et al. 2015, section 3).
 
 import difflib
 import itertools
+import math
 import re
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +30,7 @@ from moe_jax.parallel.sharding import REPLICATED, Dims, map_dims, partitions
 from moe_jax.parallel.trees import ParamDims, Params, ShardSpecs, Specs, Tree
 from moe_jax.parallel.word_hash import index_of, mix
 from moe_jax.parallel.zero import ShardSpec, shard_specs_of, unsharded_specs
+from moe_jax.step.offload import array_by_array
 from moe_jax.step.optimizers import scale_of
 from moe_jax.step.optimizers.protocol import Parameter
 from moe_jax.step.router_bias import score_biases
@@ -39,7 +42,8 @@ def in_bfloat16(
     """Return the same transformation, with moments that are bfloat16 between updates and float32 in them.
 
     Moments have the shapes of their parameters. `steps_of` returns the number of updates in a state. All devices with
-    the same shard round it alike.
+    the same shard round it alike. `first_row` of an update: the index of the first row in the whole arrays, of which
+    these are some rows.
     """
     known = dict(jax.tree.leaves_with_path(parameters))
 
@@ -47,19 +51,27 @@ def in_bfloat16(
         return jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim else x, rule.init(params))
 
     def update(
-        grads: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **rest: Any
+        grads: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        first_row: jax.Array | int = 0,
+        **rest: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.ndim else x, state)
         updates, moved = rule.update(grads, exact, params, **rest)
         leaves, structure = jax.tree.flatten_with_path(moved)
         step = steps_of(moved).astype(jnp.uint32)
         rounded = [
-            _stored(x, mix(step ^ mix(jnp.uint32(number))), _parameter_of(path, known)) if x.ndim else x
-            for number, (path, x) in enumerate(leaves)
+            _stored(x, mix(step ^ mix(_word_of(path))), _parameter_of(path, known), first_row) if x.ndim else x
+            for path, x in leaves
         ]
         return updates, jax.tree.unflatten(structure, rounded)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _word_of(path: tuple[Any, ...]) -> jax.Array:
+    return jnp.uint32(zlib.crc32(jax.tree_util.keystr(path).encode()))
 
 
 def _parameter_of(path: tuple[Any, ...], known: dict[Any, Parameter]) -> Parameter:
@@ -67,19 +79,20 @@ def _parameter_of(path: tuple[Any, ...], known: dict[Any, Parameter]) -> Paramet
     return next(known[path[first:]] for first in range(len(path)) if path[first:] in known)
 
 
-def _stored(x: jax.Array, word: jax.Array, parameter: Parameter) -> jax.Array:
+def _stored(x: jax.Array, word: jax.Array, parameter: Parameter, first_row: jax.Array | int) -> jax.Array:
     axes = [axis for entry in parameter.spec if entry for axis in (entry if isinstance(entry, tuple) else (entry,))]
     shard = jax.lax.axis_index(tuple(axes)) if axes else 0
-    return rounded_at_random(x, mix(word ^ jnp.uint32(shard)))
+    return rounded_at_random(x, mix(word ^ jnp.uint32(shard)), first_row)
 
 
-def rounded_at_random(x: Float[Array, "..."], word: jax.Array) -> Float[Array, "..."]:
+def rounded_at_random(x: Float[Array, "..."], word: jax.Array, first_row: jax.Array | int = 0) -> Float[Array, "..."]:
     """Return float32 numbers as bfloat16, each rounded up or down by a hash of its index and a 32-bit word.
 
-    What bfloat16 can represent stays as it is, as do infinities and NaN.
+    What bfloat16 can represent stays as it is, as do infinities and NaN. Rows are counted from `first_row`.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    added = mix(index_of(x.shape) ^ word) >> 16  # up to the weight of bfloat16's last bit
+    first = jnp.uint32(first_row) * jnp.uint32(math.prod(x.shape[1:]) % 2**32)
+    added = mix((index_of(x.shape) + first) ^ word) >> 16  # up to the weight of bfloat16's last bit
     cut = jax.lax.bitcast_convert_type((bits + added) & jnp.uint32(0xFFFF0000), jnp.float32)
     return jnp.where(jnp.isfinite(x), cut, x).astype(jnp.bfloat16)
 
@@ -181,20 +194,23 @@ def make_optimizer(
     biases are not optimized here and have no moments.
     """
     settings, is_bias = config.optimizer, score_biases(dims)
-    known = _known(dims, specs)
+    known = known_parameters(dims, specs)
     learned = jax.tree.map(lambda parameter, bias: optax.MaskedNode() if bias else parameter, known, is_bias)
+
+    def moments_of(some: Tree) -> optax.GradientTransformationExtraArgs:
+        rule = scale_of(settings)(settings, some, platform)
+        return in_bfloat16(rule, some, updates_done) if settings.moments_dtype == "bfloat16" else rule
+
     rule = optax.chain(
-        scale_of(settings)(settings, learned, platform),
+        array_by_array(moments_of, learned, platform) if settings.offload_moments else moments_of(learned),
         with_decay(*group_factors(settings, learned)),
         optax.scale_by_learning_rate(learning_rate(config)),
     )
-    if settings.moments_dtype == "bfloat16":
-        rule = in_bfloat16(rule, learned, updates_done)
     is_learned = jax.tree.map(lambda bias: not bias, is_bias)
     return rule if all(jax.tree.leaves(is_learned)) else optax.masked(rule, is_learned)
 
 
-def _known(dims: ParamDims, specs: Specs | None) -> Tree:
+def known_parameters(dims: ParamDims, specs: Specs | None = None) -> Tree:
     """Return a `Parameter` for each array."""
 
     def known(path: tuple[Any, ...], own: Dims, spec: PartitionSpec) -> Parameter:

@@ -29,7 +29,8 @@ from moe_jax.step.expert_placement import first_placement
 from moe_jax.step.kinds import StepKind, step_kind
 from moe_jax.step.losses import Metrics
 from moe_jax.step.moving_average import first_average
-from moe_jax.step.optimizer import state_partitions
+from moe_jax.step.offload import in_host_memory
+from moe_jax.step.optimizer import known_parameters, state_partitions
 from moe_jax.step.plain import train_step
 
 # Initialization runs once, but LLVM takes seconds to optimise it; its lowest level gives the same values.
@@ -95,6 +96,8 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     if config.migration.enabled:
         layout["placement"] = dict.fromkeys(jax.eval_shape(placement), REPLICATED)
     placed = shardings(mesh, layout)
+    if config.optimizer.offload_moments:
+        placed["optimizer"] = in_host_memory(placed["optimizer"], known_parameters(context.dims))
 
     def begin(params: Params) -> State:
         where: State = {"placement": placement()} if config.migration.enabled else {}

@@ -226,6 +226,16 @@ table(
 )
 table(
     "memory.md",
+    "| moments, compiled for |",
+    {
+        f"{where}, {kind}": _digits(found["allocated_gb"], found["planned_gb"], found["host_gb"])
+        for kind, target in (("h100", "h100_1x1x8"), ("v5p", "v5p_2x2x2"))
+        for where, key in (("on the device", "device"), ("in host memory", "host"))
+        for found in (result(f"offload_{target}")["moments"][key],)
+    },
+)
+table(
+    "memory.md",
     "sequences of 2,048",
     {
         name: f"{found['blocks']} {found['sequences']} "

@@ -91,6 +91,15 @@ def _fully_sharded() -> list[Piece]:
     ]
 
 
+def _offloaded() -> list[Piece]:
+    gpu, tpu = (result(f"offload_{target}")["moments"]["host"]["copies"] for target in ("h100_1x1x8", "v5p_2x2x2"))
+    whole, some = gpu["copy-start"], gpu["fusion-start"]
+    assert gpu.keys() == {"copy-start", "fusion-start"}, "all are asynchronous"
+    assert tpu == {"copy-start": whole, "dynamic-slice-start": some / 2, "dynamic-update-slice-start": some / 2}
+    text = f"For both, all {whole + some} copies are asynchronous: {whole} of whole arrays, and {some} of some blocks"
+    return [("memory.md", text)]
+
+
 def _pipelines() -> list[Piece]:
     h100, v5p = (result(f"pipeline_hlo_{target}")["schedules"] for target in ("h100_1x1x8", "v5p_2x2x2"))
     faster = [each["1f1b"]["step_ms"] / each["coscheduled"]["step_ms"] for each in (h100, v5p)]
@@ -245,6 +254,7 @@ SENTENCES = [
     *_scope(),
     *_exchange(),
     *_fully_sharded(),
+    *_offloaded(),
     *_pipelines(),
     *_plans(),
     *_training(),

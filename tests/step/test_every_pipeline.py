@@ -23,8 +23,9 @@ MAMBA = (
 OTHERS = {
     "no experts": "model.num_layers=2 model.moe.num_experts=0 train.loss_chunk=5 mesh.data=2 mesh.expert=1 "
     "optimizer.qk_clip=1",
-    "recomputed chunks": "model.num_layers=4 schedule.virtual_stages=2 schedule.pipeline=interleaved "
-    "schedule.remat=chunk model.moe.first_k_dense_replace=1 optimizer.qk_clip=1",
+    "recomputed chunks, moments in host memory": "model.num_layers=4 schedule.virtual_stages=2 "
+    "schedule.pipeline=interleaved schedule.remat=chunk model.moe.first_k_dense_replace=1 optimizer.qk_clip=1 "
+    "optimizer.offload_moments=true",
     "recomputed chunks, in pairs": "model.num_layers=2 schedule.pipeline=coscheduled schedule.remat=chunk "
     "model.moe.gate=noisy model.moe.top_k=3",
     "z-loss of the logits": "model.num_layers=2 train.loss_chunk=5 train.z_loss_multiplier=0.1 "

@@ -44,6 +44,9 @@ class OptimizerConfig(HashedOnce):
     newton_schulz_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     weight_decay: float = number(0.1, Range(0, LARGE))  # on matrices; vectors are not decayed
     moments_dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: stored with stochastic rounding
+    # the moments of matrices are in the memory of the host, and on the device only while it updates their array, see
+    # docs/memory.md
+    offload_moments: bool = False
     # of each parameter the first one that matches, see docs/optimizers.md
     groups: tuple[ParameterGroup, ...] = ()
     clip_norm: float | None = number(1.0, Range(0, FINITE, above=True))  # null: no clipping

@@ -36,6 +36,11 @@ def check_migration(config: Sections) -> None:
             "alike, so that no step is faster after a move: use model.moe.capacity_factor=null, or "
             "migration.payback_steps=null to move all the same"
         )
+    if config.optimizer.offload_moments:
+        raise ConfigError(
+            "migration.enabled=true with optimizer.offload_moments=true, whose moments would all be on the devices "
+            "while experts move: use optimizer.offload_moments=false, or migration.enabled=false"
+        )
     if settings.replicas and moe.capacity_factor is not None:
         raise ConfigError(
             f"migration.replicas={settings.replicas} with model.moe.capacity_factor={moe.capacity_factor}, which pads "

@@ -30,6 +30,11 @@ def check_optimizer(settings: OptimizerConfig, steps: int) -> None:
             )
     _check_schedule(settings, steps)
     _check_zero_axes(settings)
+    if settings.offload_moments and settings.name not in OPTIMIZER_FACTS:
+        raise ConfigError(
+            f"optimizer.offload_moments=true updates some blocks of an array at a time, and optimizer.name="
+            f"{settings.name} may need more at once: use a built-in optimizer, or optimizer.offload_moments=false"
+        )
     for number, group in enumerate(settings.groups):
         _check_group(f"optimizer.groups[{number}]", group)
 

@@ -27,9 +27,9 @@ def scale(optimizer: OptimizerConfig, parameters: Tree, platform: str) -> optax.
     ) -> tuple[optax.Updates, optax.OptState]:
         moved = adam.update(grads, state, params)[1]
         mu, nu = unless_bad(is_good, (moved.mu, moved.nu), (state.mu, state.nu))
-        mean = optax.tree_utils.tree_bias_correction(mu, b1, moved.count)
-        square = optax.tree_utils.tree_bias_correction(nu, b2, moved.count)
-        updates = jax.tree.map(lambda m, v: m / (jax.numpy.sqrt(v) + eps), mean, square)
+        # bias corrections, as factors: XLA rewrites a division of a division in one program and not in another
+        of_mean, of_square = 1 / (1 - b1**moved.count), 1 / (1 - b2**moved.count)
+        updates = jax.tree.map(lambda m, v: of_mean * m / (jax.numpy.sqrt(of_square * v) + eps), mu, nu)
         return updates, moved._replace(mu=mu, nu=nu)
 
     return optax.GradientTransformationExtraArgs(adam.init, update)

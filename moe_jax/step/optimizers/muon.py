@@ -88,7 +88,7 @@ def scale(optimizer: OptimizerConfig, parameters: Tree, platform: str) -> optax.
         grads: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **rest: Any
     ) -> tuple[optax.Updates, optax.OptState]:
         updates, state = both.update(grads, state, params, **rest)
-        return all_after(jax.tree.leaves(updates)[own[-1]], updates, platform), state
+        return all_after(jax.tree.leaves(updates)[own[-1]], updates, platform) if own else updates, state
 
     return optax.GradientTransformationExtraArgs(both.init, update)
 

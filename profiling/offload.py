@@ -1,0 +1,97 @@
+"""What do moments in host memory save? python profiling/offload.py TARGET [section.key=value …]
+
+Compiles a plain step of configs/bench/fine_grained.yaml with six blocks in a loop and two data ranks, ahead of time and
+without the hardware, with moments on the device and in host memory. Reads off the scheduled programs what the compiler
+allocates, and which instructions copy between both memories: those with a start and a done are asynchronous. Targets:
+v5p:2x2x2, h100:1x1x8, … Takes a few minutes for each program. Writes results/offload_TARGET.json.
+
+jax knows no host memory of GPUs that are not there. So for GPUs the step is lowered for them on simulated CPU devices,
+and then compiled for the target.
+"""
+
+import math
+import re
+from collections import Counter
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import compiler
+from jax._src.lib import xla_client
+from real_compiler import read_command
+from results_file import rounded, write_result
+
+from moe_jax.config import Config
+from moe_jax.config.yaml_io import load_config
+from moe_jax.errors import CommandParser, run_command
+from moe_jax.measure.targets import Target, target_devices
+from moe_jax.models.transformer import ComputeConfig
+from moe_jax.parallel.mesh import make_mesh
+from moe_jax.plan.memory import step_memory
+from moe_jax.step.compile import batch_shape
+from moe_jax.step.trainer import make_trainer
+
+_CONFIG = "configs/bench/fine_grained.yaml"
+_PLAIN = ["model.num_layers=6", "schedule.unroll=1", "schedule.policy=vanilla", "schedule.microbatches=1"]
+_PLAIN += ["schedule.weight_grad=inline", "schedule.grad_reduce=end", "schedule.bucket_cap_mb=null", "optimizer.zero=1"]
+_COPY = re.compile(r" (copy|copy-start|dynamic-slice-start|dynamic-update-slice-start|fusion-start)\(")
+_HOST = "S(5)"  # XLA's number of the memory
+
+
+def compiled(config: Config, target: Target) -> tuple[str, Any]:
+    """Compile the step; return its scheduled program and memory."""
+    devices = target_devices(target)
+    if target.platform != "gpu":
+        trainer = make_trainer(config, make_mesh(config.mesh, devices))
+        step = trainer.step.lower(*trainer.step_shapes(batch_shape(config, trainer.mesh))).compile()
+        return step.as_text() or "", step.memory_analysis()
+    compute = ComputeConfig.of(config, make_mesh(config.mesh, devices))
+    ComputeConfig.of = staticmethod(lambda *_: compute)  # type: ignore[method-assign,assignment]
+    trainer = make_trainer(config, make_mesh(config.mesh, jax.devices()))
+    shapes = trainer.step_shapes(batch_shape(config, trainer.mesh))
+    lowered = trainer.step.trace(*shapes).lower(lowering_platforms=("cuda",))
+    options = compiler.get_compile_options(
+        num_replicas=1, num_partitions=len(devices), device_assignment=np.array([[each.id for each in devices]])
+    )
+    step = compiler.backend_compile_and_load(
+        devices[0].client, lowered.compiler_ir(), xla_client.DeviceList(tuple(devices)), options, []
+    )
+    return step.hlo_modules()[0].to_string(), step.get_compiled_memory_stats()
+
+
+def row(config: Config, target: Target) -> dict[str, Any]:
+    """Compile a step, and return what its program shows."""
+    text, memory = compiled(config, target)
+    planned = step_memory(config, target.platform)
+    result = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    lines = [line.partition(", metadata")[0] for line in text.splitlines() if _HOST in line]
+    copies = Counter(found[1] for line in lines if (found := _COPY.search(line)))
+    return {
+        "arguments_gb": rounded(memory.argument_size_in_bytes / 1e9),
+        "temporaries_gb": rounded(memory.temp_size_in_bytes / 1e9),
+        "allocated_gb": rounded((memory.argument_size_in_bytes + memory.temp_size_in_bytes + result) / 1e9),
+        "planned_gb": rounded(planned.total / 1e9),
+        "host_gb": rounded(memory.host_argument_size_in_bytes / 1e9),
+        "host_temporaries_gb": rounded(memory.host_temp_size_in_bytes / 1e9),
+        "planned_host_gb": rounded(planned.on_host / 1e9),
+        "copies": dict(sorted(copies.items())),
+    }
+
+
+def main() -> None:
+    """Compile both, and write results/offload_TARGET.json."""
+    parser = CommandParser(prog="python profiling/offload.py", description=__doc__)
+    arguments, target = read_command(parser, (), settings=True)
+    if target.platform == "gpu":
+        jax.config.update("jax_num_cpu_devices", math.prod(map(int, target.layout.split("x"))))
+    ranks = math.prod(map(int, target.layout.split("x"))) // 2
+    common = ["mesh.data=2", f"mesh.expert={ranks}", f"train.batch_size={4 * ranks}", *_PLAIN, *arguments.overrides]
+    rows = {}
+    for where, is_offloaded in (("host", "true"), ("device", "false")):
+        config = load_config(_CONFIG, [*common, f"optimizer.offload_moments={is_offloaded}"])
+        rows[where] = row(config, target)
+        write_result(f"offload_{target.name.replace(':', '_')}", {"settings": common, "moments": rows})
+
+
+if __name__ == "__main__":
+    run_command(main)
