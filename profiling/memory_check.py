@@ -77,6 +77,7 @@ _CASES = [
     ("deep", (1, 16, 1), 8, 512, PLAIN),
     ("fine", (1, 8, 1), 2, 2048, _PIPELINE),
     ("coarse", (1, 8, 1), 2, 1024, _UNIFIED.replace("unroll=1", "unroll=4") + "microbatches=2"),
+    ("wide", (1, 8, 1), 4, 2048, _UNIFIED.replace("unroll=1", "unroll=3") + "microbatches=2"),
     ("mixed", (1, 8, 1), 4, 1024, PLAIN + "remat=full"),
     ("wide", (1, 4, 2), 2, 2048, PLAIN + "remat=full"),
     ("dropless", (1, 8, 1), 4, 1024, PLAIN + "remat=full"),
@@ -106,7 +107,7 @@ def case_of(case: tuple[Any, ...]) -> tuple[str, list[str], int]:
     settings += [f"train.batch_size={sequences * data * expert}", f"data.seq_len={length}"]
     settings += [*(f"schedule.{setting}" for setting in schedule.split()), *more]
     policy = schedule.split()[0].removeprefix("policy=").replace("vanilla", "plain")
-    shown = [each for each in schedule.split() if each.startswith(("microbatches", "remat", "unroll=4"))]
+    shown = [each for each in schedule.split() if each.startswith(("microbatches", "remat", "unroll=3", "unroll=4"))]
     shown += [setting.partition(".")[-1] for setting in more]
     words = [model, f"{data}x{expert}x{tensor}", f"{sequences}x{length}", policy, *shown]
     return " ".join(word for word in words if word != "microbatches=1"), settings, data * expert * tensor

@@ -130,7 +130,10 @@ def is_fused(config: Config, platform: str) -> bool:
 
 def fuses_if_unrolled(config: Config, platform: str) -> bool:
     """Whether a step that unrolls all blocks takes less memory."""
-    return platform == "gpu" and not config.step_facts.orders_tasks
+    facts = config.step_facts
+    if platform != "gpu" or facts.has_ticks:
+        return False
+    return not facts.orders_tasks or config.schedule.remat == "none"  # with remat of tasks nobody has compared it
 
 
 def longest_loop(config: Config) -> int:

@@ -124,7 +124,7 @@ def gradient_memory(config: Config, platform: str, mesh: Mapping[str, int], coun
         scattered = count + own + (largest if compiler.scatters_rows else 0) if at_end else summed
         update = max(scattered, 2 * own + (_GATHERED * largest if stage < 3 else 0))
     if is_fused(config, platform):
-        cast = CAST_BYTES[config.train.compute_dtype]
+        cast = ITEM_BYTES if config.step_facts.orders_sums else CAST_BYTES[config.train.compute_dtype]
         has_casts = config.schedule.remat not in ("dots", "full")
         is_summed = stage or in_parts or math.prod(mesh.values()) > 1
         return GradientMemory(
@@ -164,7 +164,7 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
     gathered += shard_cast_bytes(config, mesh) if compiler.casts_of_shards else 0
     gradients = gradient_memory(config, platform, mesh, count)
     flat = compiler.flat_copies if facts.orders_sums and math.prod(mesh.values()) > 1 else 0
-    head_gradient = (sizes.item if is_fused(config, platform) else 4) * matrix
+    head_gradient = (sizes.item if is_fused(config, platform) and not facts.orders_sums else 4) * matrix
     moments: dict[Moment, dict[str, float]] = {
         "head": {
             "activations": activations,
@@ -235,7 +235,7 @@ def _stored_by_blocks(config: Config, sizes: DeviceSizes, mode: Mode, in_product
     """Bytes that all blocks store for their backward pass."""
     model, blocks, facts = config.model, Counter(config.model.block_kinds), config.step_facts
     total = sum(count * stored_bytes(sizes, model, kind, mode, facts.remat_unit) for kind, count in blocks.items())
-    if facts.keeps_weight_casts and mode in ("all", "fused") and config.optimizer.zero < 3:
+    if (mode == "fused" or (mode == "all" and facts.keeps_weight_casts)) and config.optimizer.zero < 3:
         total += sizes.item * in_products  # weight casts are stacked like activations
     total = total / period_of(config) if facts.remat_unit == "period" and mode == "full" else total
     if facts.remat_unit == "period" and mode == "dots" and recurrent_share(model):

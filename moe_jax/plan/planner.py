@@ -117,6 +117,7 @@ def _fastest(search: PlanSearch, bases: Sequence[Config]) -> list[Candidate]:
     """The best candidates of the fastest meshes, and of the fastest with stages, in the order of the meshes.
 
     Meshes are tried in the order of their lower bounds: at first of what any config takes, then of the best that fits.
+    Meshes with stages count only if some config of theirs may be faster than the fastest one that is known.
     """
     found: dict[int, Candidate] = {}
     steps_s: list[float] = []
@@ -131,7 +132,7 @@ def _fastest(search: PlanSearch, bases: Sequence[Config]) -> list[Candidate]:
         limit_s = _nth(steps_s, _RANKED)
         if has_stages:
             limit_s = max(limit_s, _nth(staged_s, _REFINED_STAGED))
-        if least_s > limit_s:
+        if least_s > limit_s or (has_stages and configs is None and least_s > _nth(steps_s, 1)):
             continue
         if configs is None:
             configs = search.fitting(bases[number])

@@ -8,7 +8,7 @@ result (the roofline model). If a machine has measured curves, the product with 
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
@@ -156,7 +156,8 @@ def _softmax_attention(model: ModelConfig, tokens: float, tensor: int, kind: Kin
     yield Product(rows, heads * model.v_width, d, kind=kind)
 
 
-def products_seconds(device: Device, products: Iterable[Product], direction: Direction, parts: float) -> float:
+@functools.lru_cache(maxsize=2**14)
+def products_seconds(device: Device, products: tuple[Product, ...], direction: Direction, parts: float) -> float:
     """Seconds of one of equal parts of these products, one after another."""
     return sum(product_seconds(device, each.part(parts).towards(direction)) for each in products)
 

@@ -281,11 +281,20 @@ class PlanSearch:
         return self._known[key]
 
     def _best_of(self, known: Candidate, overrides: Iterable[Overrides]) -> Candidate:
-        """The known candidate, or a faster one with other settings; only those that may be faster are simulated."""
-        for each in choices(self.draft, known.config, overrides):
-            if self.fits(self.memory(each)) and least_step_s(each, self.cluster) < step_s(known):
-                known = min(known, self._candidate(each), key=step_s)
-        return known
+        """The known candidate, or a faster one with other settings, the first among equals.
+
+        Those of the lowest bounds are simulated first, and only those that may be faster.
+        """
+        fitting = [each for each in choices(self.draft, known.config, overrides) if self.fits(self.memory(each))]
+        least_s = [least_step_s(each, self.cluster) for each in fitting]
+        found, place = known, -1
+        for number in sorted(range(len(fitting)), key=least_s.__getitem__):
+            if least_s[number] >= step_s(found):
+                break
+            candidate = self._candidate(fitting[number])
+            if (step_s(candidate), number) < (step_s(found), place):
+                found, place = candidate, number
+        return found
 
     def _candidate(self, config: Config) -> Candidate:
         return Candidate(
@@ -361,10 +370,18 @@ class PlanSearch:
     def _fits_somehow(self, base: Config, zero: int, remat: str) -> bool:
         key = base, zero, remat
         if key not in self._fits:
-            self._fits[key] = self._has_room(self._state_bytes(base, zero)) and any(
+            self._fits[key] = self._may_fit(base, zero, remat) and any(
                 self.fits(self.memory(each)) for each in self._least(base, zero, remat)
             )
         return self._fits[key]
+
+    def _may_fit(self, base: Config, zero: int, remat: str) -> bool:
+        """Whether bounds of its memory fit: state and gradients, and with stages the same step with sharded moments."""
+        if not self._has_room(self._state_bytes(base, zero)):
+            return False
+        if zero > 0 or base.mesh.pipeline == 1 or "optimizer.zero" not in self.draft.open:
+            return True
+        return self._fits_somehow(base, 1, remat) or not any(self._least(base, 1, remat))
 
     def _state_bytes(self, base: Config, zero: int) -> float:
         """Bytes of state and gradients with this stage of ZeRO, which bound the memory of all its configs."""
@@ -375,11 +392,14 @@ class PlanSearch:
         return self._states[base, zero]
 
     def _least(self, base: Config, zero: int, remat: str) -> Iterator[Config]:
-        """Configs that need least memory: more parts are smaller, but their gradients are summed in a copy."""
+        """Configs that need least memory: more parts are smaller, but their gradients are summed in a copy, which
+        stages have anyway.
+        """
         parts = accumulations(base)
         by_parts = (self._in_parts(base, zero, remat, count) for count in reversed(parts))
         yield from next(filter(any, by_parts), ())
-        yield from self._in_parts(base, zero, remat, parts[0])
+        if base.mesh.pipeline == 1:
+            yield from self._in_parts(base, zero, remat, parts[0])
 
 
 def _remats(config: Config) -> tuple[str, ...]:

@@ -7,11 +7,11 @@ from itertools import chain
 from typing import NamedTuple
 
 from moe_jax.schedule.actions import Action, Seconds, Stream, StreamOf, three_streams
-from moe_jax.schedule.build import streams_of
+from moe_jax.schedule.build import ranks_of, streams_of
 from moe_jax.schedule.dependencies import task_graph
 from moe_jax.schedule.param_gathers import releases
 from moe_jax.schedule.schedule import Schedule
-from moe_jax.schedule.simulation import in_list_order, numbered_tasks, simulate_numbered
+from moe_jax.schedule.simulation import in_list_order, numbered_tasks, start_and_end_s
 
 
 class SimulatedTask(NamedTuple):
@@ -90,8 +90,9 @@ def simulate(
     order = tasks.numbers(schedule.actions)
     compute = (tasks.tasks[task] for task in order if streams[task] == Stream.COMPUTE)
     waits = {tasks.number[gather]: tasks.number[task] for gather, task in releases(schedule.shape, compute).items()}
-    times_s, ranks = list(map(seconds, tasks.tasks)), list(map(rank_of, tasks.tasks))
-    spans = simulate_numbered(order, tasks.with_needs(waits), times_s, streams, ranks, slowdown)
+    times_s, ranks, actions = list(map(seconds, tasks.tasks)), ranks_of(schedule.shape, rank_of), tasks.tasks
+    start_s, end_s = start_and_end_s(order, tasks.with_needs(waits), times_s, streams, ranks, slowdown)
     return Timeline(
-        schedule, tuple(SimulatedTask(tasks.tasks[task], streams[task], *span) for task, span in spans.items())
+        schedule,
+        tuple(SimulatedTask(actions[task], streams[task], at_s, end_s[task]) for task, at_s in start_s.items()),
     )

@@ -87,7 +87,8 @@ def dry_run(config: Config) -> dict[str, str]:
 def loop_text(config: Config, mesh: jax.sharding.Mesh) -> dict[str, str]:
     """What a step without a loop over blocks would take, where that is less: plain steps on GPUs."""
     platform, iterations = ComputeConfig.of(config, mesh).platform, longest_loop(config)
-    if not fuses_if_unrolled(config, platform) or config.schedule.unroll >= iterations:
+    is_plain = not config.step_facts.orders_tasks
+    if not (is_plain and fuses_if_unrolled(config, platform)) or config.schedule.unroll >= iterations:
         return {}
     schedule = dataclasses.replace(config.schedule, unroll=iterations)
     unrolled = step_memory(dataclasses.replace(config, schedule=schedule), platform, mesh.shape)

@@ -6,7 +6,7 @@ The tasks of a config's step, before they have an order.
 import functools
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from moe_jax.config import Config
@@ -33,10 +33,10 @@ from moe_jax.schedule.shape import Parts, StepShape
 from moe_jax.schedule.simulation import (
     NumberedTasks,
     interleave,
-    interleave_numbered,
     makespan_s,
     numbered_tasks,
     simulate_numbered,
+    start_and_end_s,
 )
 from moe_jax.schedule.weight_grad import greedy
 
@@ -80,11 +80,13 @@ _TOLERANCE = 1.002  # orders that are at most this much slower than the fastest 
 def _make_schedule(policy: str, shape: StepShape, times_s: tuple[float, ...], stream_of: StreamOf) -> Schedule:
     """The schedule for these durations of all tasks, by number."""
     tasks, before = numbered_tasks(shape), replace(shape, param_gather="none")  # gathers do not change compute
-    orders, needs, streams = _orders(policy, before), task_graph(before), streams_of(shape, stream_of)
+    orders = _known_orders(policy, before.unreduced) if policy in POLICIES else _orders(policy, before)
+    needs, streams = task_graph(before), streams_of(shape, stream_of)
     computes = [orders[Stream.COMPUTE]]
     if shape.split_weight_grad:
-        seconds = dict(zip(tasks.tasks, times_s, strict=True)).__getitem__
-        issued = interleave(computes[0], _exchanges(orders), needs)
+        seconds, ungathered = dict(zip(tasks.tasks, times_s, strict=True)).__getitem__, numbered_tasks(before)
+        compute, *lanes = map(ungathered.numbers, (computes[0], *_exchanges(orders)))
+        issued = ungathered.actions(interleave(compute, lanes, ungathered))
         computes = greedy(issued, before, needs, seconds, stream_of)
     computes = list(map(list, dict.fromkeys(map(tuple, computes))))  # each order once
     lists = [_merge(compute, orders, shape, times_s, streams) for compute in computes]
@@ -118,12 +120,12 @@ def _merge(
     tasks, numbers = tasks.with_needs(waits), tasks.numbers(compute)
     others = [*_exchanges(orders), shape.param_gathers]
     lanes = [*map(tasks.numbers, others), by_readiness(numbers, shape, tasks)]
-    issued = interleave_numbered(numbers, lanes, tasks)
+    issued = interleave(numbers, lanes, tasks)
     if shape.grad_reduce != "bucketed" and shape.param_gather != "prefetch":
         return issued
-    filled = list(simulate_numbered(issued, tasks, times_s, streams, _ranks(shape)))
+    filled, _ = start_and_end_s(issued, tasks, times_s, streams, _ranks(shape))
     lanes = [[task for task in filled if streams[task] == stream] for stream in _LANES]
-    return interleave_numbered(numbers, lanes, tasks)
+    return interleave(numbers, lanes, tasks)
 
 
 @functools.lru_cache(maxsize=64)
@@ -135,6 +137,12 @@ def _ranks(shape: StepShape) -> tuple[int, ...]:
         placed |= is_param_gather(action) and shape.param_gather == "prefetch"
         return exchanges_first(action) if placed else Priority.EXPERT
 
+    return tuple(map(rank_of, numbered_tasks(shape).tasks))
+
+
+@functools.lru_cache(maxsize=64)
+def ranks_of(shape: StepShape, rank_of: Callable[[Action], int]) -> tuple[int, ...]:
+    """The priorities of all tasks, by number."""
     return tuple(map(rank_of, numbered_tasks(shape).tasks))
 
 
@@ -169,6 +177,9 @@ def _orders(name: str, shape: StepShape) -> Orders:
             raise ScheduleError(f"schedule.policy={name}: the {stream} stream lists a task twice: list each once")
     _check_order(name, shape, orders)
     return orders
+
+
+_known_orders = functools.lru_cache(maxsize=64)(_orders)
 
 
 def _check_order(name: str, shape: StepShape, orders: Orders) -> None:

@@ -60,21 +60,28 @@ def _gradients(action: Action, shape: StepShape) -> list[Action]:
 @lru_cache(maxsize=64)
 def task_graph(shape: StepShape) -> Needs:
     """Map every task of a shape to the tasks that it needs."""
+    graph = dict(_without_reductions(shape.unreduced))
+    for sums in reductions_by_owner(shape):
+        graph |= dict.fromkeys(sums, dependencies(sums[0], shape))
+    return graph
+
+
+@lru_cache(maxsize=64)
+def _without_reductions(shape: StepShape) -> Needs:
+    """The graph of all other tasks, which need no reduction and are alike in many shapes."""
     tasks: list[Action] = []
     for stage in shape.stages:
         backward = shape.tasks_of("B", stage)
         tasks += [*shape.tasks_of("F", stage), *backward]
         tasks += [weight for task in backward if (weight := weight_gradient(task, shape))]
     tasks += [_COUNTS] if "moe" in shape.kinds else []
-    graph = {task: dependencies(task, shape) for task in [*tasks, *shape.param_gathers]}
-    for sums in filter(None, map(shape.reductions_of, reversed(range(len(shape.reductions))))):
-        graph |= dict.fromkeys(sums, dependencies(sums[0], shape))
-    return graph
+    return {task: dependencies(task, shape) for task in [*tasks, *shape.param_gathers]}
 
 
-def all_reductions(shape: StepShape) -> list[Action]:
-    """The sums of gradients over devices, in the order in which the backward pass reaches their owners."""
-    return [task for owner in reversed(range(len(shape.reductions))) for task in shape.reductions_of(owner)]
+@lru_cache(maxsize=64)
+def reductions_by_owner(shape: StepShape) -> tuple[list[Action], ...]:
+    """The sums of each owner's gradients over devices, in the order in which the backward pass reaches the owners."""
+    return tuple(filter(None, map(shape.reductions_of, reversed(range(len(shape.reductions))))))
 
 
 def check(schedule: Schedule) -> None:

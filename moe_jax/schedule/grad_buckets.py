@@ -1,5 +1,6 @@
 """Gradient buckets: how gradients are split for reductions, and where the reductions go between the exchanges."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -7,7 +8,7 @@ from typing import NamedTuple
 
 from moe_jax.errors import ConfigError
 from moe_jax.schedule.actions import Action, Seconds, StreamOf, is_param_gather, is_reduction
-from moe_jax.schedule.dependencies import Needs, all_reductions
+from moe_jax.schedule.dependencies import Needs, reductions_by_owner
 from moe_jax.schedule.link_order import Priority
 from moe_jax.schedule.shape import StepShape
 from moe_jax.schedule.simulation import NumberedTasks, simulate_streams
@@ -54,13 +55,10 @@ def split_into_buckets(
 def by_readiness(compute: Sequence[int], shape: StepShape, tasks: NumberedTasks) -> list[int]:
     """All reductions, sorted by when their last gradient is computed. Tasks are numbered as in `tasks`."""
     place = {task: i for i, task in enumerate(compute)}
-    last: dict[tuple[int, ...], int] = {}  # buckets of an owner need the same tasks
-    sums = tasks.numbers(all_reductions(shape))
-    for task in sums:
-        needs = tasks.needs[task]
-        if needs not in last:
-            last[needs] = max(map(place.__getitem__, needs))
-    return sorted(sums, key=lambda task: last[tasks.needs[task]])
+    # buckets of an owner need the same tasks
+    owners = [tasks.numbers(sums) for sums in reductions_by_owner(shape)]
+    owners.sort(key=lambda sums: max(map(place.__getitem__, tasks.needs[sums[0]])))
+    return list(itertools.chain.from_iterable(owners))
 
 
 def fill_gaps(issued: Sequence[Action], needs: Needs, seconds: Seconds, stream_of: StreamOf) -> list[Action]:

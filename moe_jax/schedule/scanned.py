@@ -5,6 +5,7 @@ exceptions: each iteration of the backward scan sums the gradients of the iterat
 each iteration gathers the parameters of the next one.
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 from moe_jax.schedule.actions import Action, Seconds, Stream, StreamOf, is_param_gather, is_reduction, three_streams
 from moe_jax.schedule.build import make_schedule
-from moe_jax.schedule.dependencies import Needs, all_reductions
+from moe_jax.schedule.dependencies import Needs, reductions_by_owner
 from moe_jax.schedule.grad_buckets import fill_gaps
 from moe_jax.schedule.param_gathers import needs_with_release
 from moe_jax.schedule.schedule import Schedule
@@ -124,7 +125,7 @@ def make_scanned(
     tasks = [in_whole(action) for action in issued if not is_reduction(action)]
     forward = [task for task in tasks if task.direction == "F"]
     backward = [task for task in tasks if task.direction != "F"]
-    sums, gathers = all_reductions(shape), _gathers(shape, blocks)
+    sums, gathers = list(itertools.chain.from_iterable(reductions_by_owner(shape))), _gathers(shape, blocks)
 
     def of(tasks: Sequence[Action], *wanted: int) -> list[Action]:
         return [task for task in tasks if blocks.iteration_of(task) in wanted]

@@ -1,6 +1,6 @@
 """The shape of a step: its blocks, and the number of parts that each kind of task is split into."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -80,6 +80,11 @@ class StepShape:
                 f"reductions={self.reductions} must be {len(self.kinds) + 2} counts of at least 0: "
                 f"embed, {len(self.kinds)} blocks, head"
             )
+
+    @cached_property
+    def unreduced(self) -> "StepShape":
+        """The same shape without reductions."""
+        return replace(self, reductions=(0,) * len(self.reductions))
 
     @cached_property
     def stages(self) -> tuple[ChainStage, ...]:

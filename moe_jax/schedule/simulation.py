@@ -74,6 +74,7 @@ def numbered_tasks(shape: StepShape) -> NumberedTasks:
 
 
 _STREAMS = {stream: place for place, stream in enumerate(Stream)}
+_PLACES = tuple(_STREAMS.values())
 _COMPUTE = _STREAMS[Stream.COMPUTE]
 
 
@@ -119,6 +120,19 @@ def simulate_numbered(
     slowdown: float = 1.0,
 ) -> dict[int, TimeSpan]:
     """`simulate_streams` of tasks by number: `seconds`, `streams` and `ranks` have an entry for each task."""
+    start_s, ended_s = start_and_end_s(order, tasks, seconds, streams, ranks, slowdown)
+    return {task: TimeSpan(started_s, ended_s[task]) for task, started_s in start_s.items()}
+
+
+def start_and_end_s(
+    order: Iterable[int],
+    tasks: NumberedTasks,
+    seconds: Sequence[float],
+    streams: Sequence[Stream],
+    ranks: Sequence[int],
+    slowdown: float = 1.0,
+) -> tuple[dict[int, float], dict[int, float]]:
+    """The start of each task in `simulate_numbered`, sorted, and its end."""
     lanes: dict[tuple[int, Stream], deque[int]] = defaultdict(deque)
     for task in order:
         lanes[ranks[task], streams[task]].append(task)
@@ -127,7 +141,7 @@ def simulate_numbered(
     running, end_s = [-1] * len(_STREAMS), [math.inf] * len(_STREAMS)  # by stream: its task, and when that ends
     start_s: dict[int, float] = {}
     ended_s: dict[int, float] = {}
-    now_s, slowed = 0.0, False
+    now_s, slowed, is_slowed_down = 0.0, False, slowdown != 1
 
     def stretch() -> None:
         """Adjust the end of the running compute task when communication starts or stops next to it."""
@@ -139,10 +153,11 @@ def simulate_numbered(
 
     while True:
         for stream, lane in by_rank:
-            if lane and running[stream] < 0 and not waiting[lane[0]]:
+            if running[stream] < 0 and lane and not waiting[lane[0]]:
                 task = running[stream] = lane.popleft()
-                start_s[task], end_s[stream] = now_s, now_s + seconds[task]
-                if slowdown != 1:
+                start_s[task] = now_s
+                end_s[stream] = now_s + seconds[task]
+                if is_slowed_down:
                     slowed = slowed and stream != _COMPUTE
                     stretch()
                 if end_s[stream] <= now_s:
@@ -150,19 +165,19 @@ def simulate_numbered(
         now_s = min(end_s)
         if now_s == math.inf:
             break
-        for stream, stream_end_s in enumerate(end_s):
-            if stream_end_s == now_s:
+        for stream in _PLACES:
+            if end_s[stream] == now_s:
                 task = running[stream]
                 running[stream], end_s[stream], ended_s[task] = -1, math.inf, now_s
                 for follower in followers[task]:
                     waiting[follower] -= 1
-        if slowdown != 1:
+        if is_slowed_down:
             stretch()
     if stuck := [lane[0] for lane in lanes.values() if lane]:
         waits = stuck[0]
         missing = min(tasks.tasks[need] for need in tasks.needs[waits] if need not in ended_s)
         raise ScheduleError(f"{tasks.tasks[waits]} waits for {missing}, which never runs: check the order")
-    return {task: TimeSpan(started_s, ended_s[task]) for task, started_s in start_s.items()}
+    return start_s, ended_s
 
 
 def makespan_s(
@@ -182,32 +197,34 @@ def makespan_s(
     return max(end_s)
 
 
-def interleave(compute: Iterable[Action], lanes: Sequence[Sequence[Action]], needs: Needs) -> list[Action]:
-    """Merge streams into one issue order.
+def interleave(compute: Iterable[int], lanes: Sequence[Iterable[int]], tasks: NumberedTasks) -> list[int]:
+    """Merge streams into one issue order, of tasks by number.
 
     Communication is issued right after the last task that it needs; earlier lanes go first.
     """
-    tasks = NumberedTasks.of(needs)
-    return tasks.actions(interleave_numbered(tasks.numbers(compute), list(map(tasks.numbers, lanes)), tasks))
-
-
-def interleave_numbered(compute: Iterable[int], lanes: Sequence[Iterable[int]], tasks: NumberedTasks) -> list[int]:
-    """`interleave` of tasks by number."""
     issued: list[int] = []
     queues = [queue for queue in map(deque, lanes) if queue]
     waiting, followers = list(tasks.waiting), tasks.followers
 
-    def issue(task: int) -> None:
-        issued.append(task)
-        for follower in followers[task]:
-            waiting[follower] -= 1
-
     def communicate() -> None:
-        while queue := next((queue for queue in queues if queue and not waiting[queue[0]]), None):
-            issue(queue.popleft())
+        """Issue all communication that is ready, the earliest lane first, one task at a time."""
+        place = 0
+        while place < len(queues):
+            queue = queues[place]
+            if queue and not waiting[queue[0]]:
+                task = queue.popleft()
+                issued.append(task)
+                if followers[task]:
+                    for follower in followers[task]:
+                        waiting[follower] -= 1
+                    place = 0  # it may have been awaited in an earlier lane
+            else:
+                place += 1
 
     communicate()
     for task in compute:
-        issue(task)
+        issued.append(task)
+        for follower in followers[task]:
+            waiting[follower] -= 1
         communicate()
     return issued

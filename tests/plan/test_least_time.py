@@ -1,7 +1,9 @@
 """Lower bounds of a step: no estimate is below them, and they are of use."""
 
 import dataclasses
+import itertools
 import random
+from collections import Counter
 
 import pytest
 
@@ -9,11 +11,12 @@ from moe_jax.config import Config
 from moe_jax.config.draft import PLANNED, open_draft
 from moe_jax.config.yaml_io import load_config
 from moe_jax.plan import search
-from moe_jax.plan.candidates import choices, guesses, on_meshes, pipelines, schedules
+from moe_jax.plan.candidates import accumulations, choices, guesses, on_meshes, pipelines, schedules
 from moe_jax.plan.clusters import find_cluster
 from moe_jax.plan.curves import curve
 from moe_jax.plan.estimate import estimate
 from moe_jax.plan.least_time import least_step_s, least_work_s
+from moe_jax.plan.memory import step_memory
 from moe_jax.plan.planner import plan
 from moe_jax.plan.search import PlanSearch
 
@@ -105,11 +108,14 @@ def test_measured_times_have_no_bound() -> None:
     assert least_step_s(load_config(None, [*MODEL, "mesh.data=16"]), measured) == 0
 
 
-def test_bounds_leave_the_plan_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+_OPENED = {"mesh.data", "mesh.expert", "mesh.tensor", "schedule.microbatches", "schedule.remat", "optimizer.zero"}
+
+
+@pytest.mark.parametrize("more", [set[str](), {"mesh.pipeline", "train.grad_accumulation", "schedule.pipeline"}])
+def test_bounds_leave_the_plan_as_it_is(monkeypatch: pytest.MonkeyPatch, more: set[str]) -> None:
     """Without bounds every mesh is simulated."""
-    opened = {"mesh.data", "mesh.expert", "mesh.tensor", "schedule.microbatches", "schedule.remat", "optimizer.zero"}
     base = load_config(None, [*MODEL, "model.moe.capacity_factor=null", "schedule.policy=unified"])
-    draft = open_draft(base, fixed=PLANNED - opened)
+    draft = open_draft(base, fixed=PLANNED - _OPENED - more)
     bounded = plan(draft, H100S)
     for bound in ("least_step_s", "least_work_s"):
         monkeypatch.setattr(search, bound, lambda *_: 0.0)
@@ -119,3 +125,28 @@ def test_bounds_leave_the_plan_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None
     assert bounded.config == simulated.config
     assert [each.mesh for each in bounded.ranked[:4]] == [each.mesh for each in simulated.ranked[:4]]
     assert len(bounded.ranked) + bounded.slower == len(simulated.ranked)
+
+
+@pytest.mark.parametrize("memory_gb", [0.6, 0.8, 1.2, 2.0])
+def test_what_fits_is_found_without_trying_all_of_it(memory_gb: float) -> None:
+    """A search that stops early finds that a mesh fits, or does not, as one that tries every number of parts does."""
+    device = dataclasses.replace(H100S.device, memory_bytes=int(memory_gb * 1e9))
+    draft = open_draft(load_config(None, [*MODEL, "mesh.data=16", "train.grad_accumulation=1"]))
+    search = PlanSearch(draft, dataclasses.replace(H100S, device=device), 1.0)
+    found = Counter[bool]()
+    for base in (each for each in on_meshes(draft, H100S) if isinstance(each, Config) and each.mesh.context == 1):
+        for zero, remat in itertools.product((0, 1, 3), ("none", "full")):
+            saving = {"optimizer": {"zero": zero}}
+            tried = choices(
+                draft,
+                base,
+                (
+                    {**saving, "schedule": {"remat": remat, **each}, "train": {"grad_accumulation": parts}}
+                    for parts in accumulations(base)
+                    for each in guesses()
+                ),
+            )
+            fits = any(search.fits(step_memory(each, "gpu")) for each in tried)
+            assert search._fits_somehow(base, zero, remat) == fits, (base.mesh, zero, remat)
+            found[fits] += 1
+    assert set(found) == {True, False}

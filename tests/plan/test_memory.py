@@ -262,6 +262,18 @@ def test_what_compilers_allocated_is_predicted(path: Path) -> None:
     assert min(errors) >= -0.08
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_so_are_unrolled_scheduled_steps_on_gpus(optimizer: str) -> None:
+    """With one block in each iteration of a loop a third more is predicted."""
+    settings = ["optimizer.zero=1", f"optimizer.name={optimizer}"]
+    unrolled, looped = (
+        step_memory(load_config("configs/bench/fine_grained.yaml", [*settings, *more]), "gpu").total
+        for more in ([], ["schedule.unroll=1"])
+    )
+    assert unrolled == pytest.approx(result("optimizer_hlo_h100_1x1x8")[optimizer]["allocated_bytes"], rel=0.05)
+    assert looped > 1.3 * unrolled
+
+
 @pytest.mark.parametrize("stage", ["3", "3, block"])
 def test_so_are_sharded_parameters_in_a_loop(stage: str) -> None:
     stored = result("fully_sharded_v5p_2x2x2")["stages"][stage]

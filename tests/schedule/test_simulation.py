@@ -79,7 +79,8 @@ def test_communication_is_issued_right_after_what_it_needs(schedule: Schedule) -
     needs = task_graph(schedule.shape)
     compute = [task for task in schedule.actions if two_streams(task) == Stream.COMPUTE]
     lane = [task for task in schedule.actions if two_streams(task) != Stream.COMPUTE]
-    issued, slow = interleave(compute, [lane], needs), list[Action]()
+    tasks, slow = numbered_tasks(schedule.shape), list[Action]()
+    issued = tasks.actions(interleave(tasks.numbers(compute), [tasks.numbers(lane)], tasks))
     for task in [None, *compute]:
         slow += [task] if task else []
         while lane and needs[lane[0]] <= set(slow):

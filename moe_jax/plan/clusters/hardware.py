@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from moe_jax.config.sections import HashedOnce
 from moe_jax.plan.curves import Curve
 from moe_jax.plan.launch_overhead import NO_OVERHEAD, LaunchOverhead
 from moe_jax.plan.task_times import Linear
@@ -52,8 +53,10 @@ _ALL_ALIKE = RateShares()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
+class Device(HashedOnce):
     """One jax device."""
+
+    __hash__ = HashedOnce.__hash__
 
     name: str
     platform: Platform

@@ -13,7 +13,7 @@ from moe_jax.schedule.actions import Action, Seconds, Stream, StreamOf, is_reduc
 from moe_jax.schedule.build import make_schedule
 from moe_jax.schedule.dependencies import Needs, task_graph
 from moe_jax.schedule.shape import StepShape
-from moe_jax.schedule.simulation import NumberedTasks, interleave_numbered, makespan_s
+from moe_jax.schedule.simulation import NumberedTasks, interleave, makespan_s
 
 SIDES = ("F", "B")  # forward tasks and the sum of the routers' counts; backward tasks and weight gradients
 _Lanes = Sequence[Sequence[int]]
@@ -105,4 +105,4 @@ def _merge(
             waiting[follower] -= 1
             ready_s[follower] = max(ready_s[follower], end_s)
     compute = on_stream.pop(Stream.COMPUTE)
-    return interleave_numbered(compute, list(on_stream.values()), tasks)
+    return interleave(compute, list(on_stream.values()), tasks)
