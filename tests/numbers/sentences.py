@@ -240,6 +240,7 @@ def _generate() -> list[Piece]:
     one, eight = (speed[f"batch_{size}"] for size in (1, 8))
     assert one["equal_tokens"]
     assert eight["equal_tokens"]
+    first = " and ".join(f"{each['first_token_ratio']['median']:.2f}" for each in (one, eight))
     return [
         ("generate.md", f"{speed['parameters'] / 1e6:.0f} million parameters"),
         ("generate.md", f"prompts of {speed['prompt_tokens']} tokens, {speed['new_tokens']} tokens after each"),
@@ -247,10 +248,7 @@ def _generate() -> list[Piece]:
         ("generate.md", f"with one prompt, and {eight['speed_ratio']['median']:.2f} × with eight, by the clock"),
         ("generate.md", f"the CPU's time is {one['cpu_time_ratio']['median']:.2f} × shorter"),
         ("generate.md", f"with one prompt, and {eight['cpu_time_ratio']['median']:.2f} × with eight ("),
-        (
-            "generate.md",
-            f"{one['first_token_ratio']['median']:.2f} and {eight['first_token_ratio']['median']:.2f} × the time for it",
-        ),
+        ("generate.md", f"{first} × the time for it"),
     ]
 
 
