@@ -1,7 +1,8 @@
 """Does transformers load exported models? python profiling/converted.py --transformers PYTHON [FAMILY …]
 
-PYTHON is the interpreter of an environment with torch, transformers and safetensors. Models of some families are
-created with 8 experts, imported, trained for 20 steps over 2 data and 4 expert ranks, and exported. transformers loads
+PYTHON is the interpreter of an environment with torch, transformers and safetensors. A model of each family, of another
+size than those of tests/golden, is created with transformers' logits for it (tests/golden/make.py), and imported. It is
+trained for 20 steps over 2 data and 4 expert ranks (without experts: 8 data ranks), and exported. transformers loads
 the exports (tests/golden/check.py), without a missing or unknown tensor, and its logits are compared with those of the
 trained model here. Writes results/converted.json. `families.py` exports all families without training.
 """
@@ -18,13 +19,15 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 from results_file import rounded, with_earlier, write_result
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from with_transformers import GOLDEN, Pair, asked_families, call, differences, versions
 
 from moe_jax.checkpoint.load import load_params
 from moe_jax.cli import convert
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.yaml_io import load_config
+from moe_jax.convert import deepseek_v32
+from moe_jax.convert.families import FAMILIES
 from moe_jax.errors import run_command
 from moe_jax.models.head import unembed
 from moe_jax.models.parameters import in_order, stored_shapes
@@ -33,27 +36,23 @@ from moe_jax.parallel.mesh import one_device_mesh
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.telemetry.run_log import read_metrics
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.convert.golden import logits_in
+
 ROOT = Path(__file__).resolve().parents[1]
-TRAINED = {  # the name in transformers for the number of experts
-    "mixtral": "num_local_experts",
-    "qwen3_moe": "num_experts",
-    "deepseek_v3": "n_routed_experts",
-    "deepseek_v32": "n_routed_experts",
-    "gpt_oss": "num_local_experts",
-    "qwen3_5_moe_text": "num_experts",
-    "phimoe": "num_local_experts",
-    "llama4_text": "num_local_experts",
-    "nemotron_h": "n_routed_experts",
-}
+MORE_EXPERTS = {"mixtral": "num_local_experts", "gpt_oss": "num_local_experts", "qwen2_moe": "num_experts"}  # than 4
 EXPERTS, DATA, EXPERT, STEPS = 8, 2, 4, 20
-VOCAB = 256  # one token per byte
+VOCAB, WIDTH = 256, 24  # one token per byte; of MLPs
 
 
 def main() -> None:
     """Convert, train, compare, and write the result."""
     python, named = asked_families("converted", __doc__)
     with tempfile.TemporaryDirectory() as home:
-        tuned = {family: _trained(python, Path(home) / f"{family}-trained", family) for family in named or TRAINED}
+        tuned = {
+            family: _trained(python, Path(home) / f"{family}-trained", family)
+            for family in named or [*FAMILIES, *deepseek_v32.FAMILIES]
+        }
         found = differences(python, {family: pair for family, (pair, _) in tuned.items()})
         trained = {family: facts | found[family] for family, (_, facts) in tuned.items()}
     about = {"data_ranks": DATA, "expert_ranks": EXPERT, "steps": STEPS} | versions(python)
@@ -63,17 +62,21 @@ def main() -> None:
 
 
 def _trained(python: str, home: Path, family: str) -> tuple[Pair, dict[str, Any]]:
-    settings = {TRAINED[family]: EXPERTS, "vocab_size": VOCAB}
+    settings = {"vocab_size": VOCAB, "intermediate_size": WIDTH}
+    settings |= {MORE_EXPERTS[family]: EXPERTS} if family in MORE_EXPERTS else {}
     home.mkdir()
     call(python, str(GOLDEN / "make.py"), "--out", str(home), "--settings", json.dumps(settings), family)
     _convert("import", home / family, home / "run")
     shutil.copyfile(ROOT / "configs/text/shakespeare.txt", home / "text.txt")
+    golden = load_file(home / family / "golden.safetensors")["logits"]
+    imported = np.abs(logits_in(home / family) - golden).max()
+    expert_ranks = EXPERT if load_config(home / "run").model.moe.num_experts else 1
     training = [
         *(
             f"log.dir={home / 'tuned'}",
             f"mesh.cpu_devices={DATA * EXPERT}",
-            f"mesh.data={DATA}",
-            f"mesh.expert={EXPERT}",
+            f"mesh.data={DATA * EXPERT // expert_ranks}",
+            f"mesh.expert={expert_ranks}",
         ),
         *(
             f"train.steps={STEPS}",
@@ -90,7 +93,8 @@ def _trained(python: str, home: Path, family: str) -> tuple[Pair, dict[str, Any]
     logits = _logits(home / "tuned", tokens)
     save_file({"tokens": tokens, "logits": logits}, home / "expected.safetensors")
     _convert("export", home / "tuned", home / "hf")
-    facts = {"first_loss": losses[0], "last_loss": losses[-1], "largest_logit": float(np.abs(logits).max())}
+    facts = {"imported_difference": float(imported), "first_loss": losses[0], "last_loss": losses[-1]}
+    facts["largest_logit"] = float(np.abs(logits).max())
     pair = home / "hf", home / "expected.safetensors"
     return pair, {name: rounded(value) for name, value in facts.items()}
 
