@@ -18,7 +18,7 @@ from moe_jax.parallel.host_memory import PINNED, after, to_device, to_memory_of
 from moe_jax.parallel.ordering import depend_on
 from moe_jax.parallel.trees import Tree
 from moe_jax.plan.offload import BYTES_AT_ONCE
-from moe_jax.step.optimizers.protocol import Parameter
+from moe_jax.step.optimizers.protocol import Parameter, all_after
 
 # some of the parameters, in a tree in which `optax.MaskedNode` stands for the others → their transformation. Its update
 # also takes `first_row`, the index of its arrays' first row in the whole arrays
@@ -86,7 +86,8 @@ def array_by_array(rule_of: RuleOf, parameters: Tree, platform: str) -> optax.Gr
                 updates[number] = last = moved_one
             new_state |= zip(paths, jax.tree.leaves(moved[1]), strict=True)
         state = jax.tree.map_with_path(lambda path, _: new_state[path], state)
-        return jax.tree.unflatten(structure, updates), state
+        found = jax.tree.unflatten(structure, updates)
+        return (found if last is None else all_after(last, found, platform)), state
 
     return optax.GradientTransformationExtraArgs(rule_of(parameters).init, update)
 

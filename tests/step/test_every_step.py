@@ -70,7 +70,7 @@ OTHERS = {
     "moments in host memory, in a schedule": f"{UNIFIED} optimizer.offload_moments=true optimizer.zero=3 mesh.data=2 "
     "mesh.expert=2 model.num_layers=2 model.moe.moe_layer_freq=1",
     "moments of muon in host memory": "optimizer.offload_moments=true optimizer.name=muon optimizer.qk_clip=1 "
-    "optimizer.zero=1 mesh.data=1 mesh.expert=2 mesh.tensor=2 model.num_layers=2 model.moe.moe_layer_freq=2",
+    "optimizer.zero=1 mesh.data=2 mesh.expert=2 mesh.tensor=2 model.num_layers=2 model.moe.moe_layer_freq=1",
     "parameters sharded over data ranks alone": "optimizer.zero=3 optimizer.zero_axes=[data] mesh.data=2 "
     "mesh.expert=2 schedule.grad_reduce=block model.num_layers=2 model.moe.moe_layer_freq=2",
 }
