@@ -79,14 +79,19 @@ table(
 )
 
 # docs/convert.md
-_trained = result("converted")["trained"].values()
+_trained = result("converted")["trained"]
 table(
     "convert.md",
-    "| | mixtral | qwen3_moe |",
+    "| | imported, 1e-6 |",
     {
-        "loss of the first": " ".join(_digits(each["first_loss"], each["last_loss"]) for each in _trained),
-        "largest logit": _digits(*(each["largest_logit"] for each in _trained), digits=1),
-        "largest difference": "1e-6 " + _digits(*(1e6 * each["largest_difference"] for each in _trained), digits=1),
+        f"`{name}`": " ".join(
+            [
+                _digits(1e6 * each["imported_difference"], digits=1),
+                _digits(each["first_loss"], each["last_loss"]),
+                _digits(each["largest_logit"], 1e6 * each["largest_difference"], digits=1),
+            ]
+        )
+        for name, each in _trained.items()
     },
 )
 _families = result("families")["families"]
