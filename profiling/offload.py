@@ -28,7 +28,7 @@ from moe_jax.measure.targets import Target, target_devices
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.plan.memory import step_memory
-from moe_jax.step.compile import batch_shape
+from moe_jax.step.compile import batch_shape, lowered_for, step_program
 from moe_jax.step.trainer import make_trainer
 
 _CONFIG = "configs/bench/fine_grained.yaml"
@@ -43,13 +43,12 @@ def compiled(config: Config, target: Target) -> tuple[str, Any]:
     devices = target_devices(target)
     if target.platform != "gpu":
         trainer = make_trainer(config, make_mesh(config.mesh, devices))
-        step = trainer.step.lower(*trainer.step_shapes(batch_shape(config, trainer.mesh))).compile()
+        step = step_program(trainer, batch_shape(config, trainer.mesh), target).compile()
         return step.as_text() or "", step.memory_analysis()
     compute = ComputeConfig.of(config, make_mesh(config.mesh, devices))
     ComputeConfig.of = staticmethod(lambda *_: compute)  # type: ignore[method-assign,assignment]
     trainer = make_trainer(config, make_mesh(config.mesh, jax.devices()))
-    shapes = trainer.step_shapes(batch_shape(config, trainer.mesh))
-    lowered = trainer.step.trace(*shapes).lower(lowering_platforms=("cuda",))
+    lowered = lowered_for(trainer, batch_shape(config, trainer.mesh), "cuda")
     options = compiler.get_compile_options(
         num_replicas=1, num_partitions=len(devices), device_assignment=np.array([[each.id for each in devices]])
     )
