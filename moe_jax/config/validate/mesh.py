@@ -57,7 +57,7 @@ def widths_over_tensor(model: ModelConfig, mesh: MeshConfig) -> dict[str, int]:
         divided["model.mamba.num_heads"] = model.mamba.num_heads or 0
         if model.mamba.n_groups > 1:  # the only group is shared
             divided["model.mamba.n_groups"] = model.mamba.n_groups
-    if "dense" in model.block_kinds or model.moe.dense_residual:
+    if model.num_mlp_blocks or model.moe.dense_residual:
         divided["model.intermediate_size"] = model.intermediate_size
     if model.moe.num_experts and (model.moe.num_shared_experts or not mesh.experts_over_tensor):
         divided["model.moe.intermediate_size"] = model.moe.intermediate_size
