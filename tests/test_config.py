@@ -150,11 +150,17 @@ def test_every_accepted_model_with_experts_has_a_block_with_experts() -> None:
 
 def test_tensor_ranks_divide_the_width_of_mlps_only_where_there_are_some() -> None:
     """Half of these blocks end after Mamba-2, the others have experts, or one of them an MLP."""
-    places = "attn_layer_period=2 attn_layer_offsets=[1] mixer_only_offsets=[0]".split()
+    places = ["attn_layer_period=2", "attn_layer_offsets=[1]", "mixer_only_offsets=[0]"]
     given = ["model.mamba.num_heads=4", *(f"model.mamba.{each}" for each in places)]
-    given += "model.intermediate_size=25 mesh.cpu_devices=4 mesh.expert=2 mesh.tensor=2 model.num_layers=4".split()
+    given += [
+        "model.intermediate_size=25",
+        "mesh.cpu_devices=4",
+        "mesh.expert=2",
+        "mesh.tensor=2",
+        "model.num_layers=4",
+    ]
     assert load_config(None, [*given, "model.moe.moe_layer_freq=1"]).model.num_mlp_blocks == 0
-    with pytest.raises(ConfigError, match="model.intermediate_size=25 is not divisible by mesh.tensor=2"):
+    with pytest.raises(ConfigError, match=r"model\.intermediate_size=25 is not divisible by mesh.tensor=2"):
         load_config(None, [*given, "model.moe.moe_layer_freq=4"])
 
 

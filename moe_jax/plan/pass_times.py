@@ -141,12 +141,15 @@ class PassTimes:
             actions = tuple(actions)
             tasks, streams = numbered_inside(actions, shape, self._step.stream_of)
             times_s, order = list(map(seconds, actions)), range(len(actions))
-            spans = simulate_numbered(order, tasks, times_s, streams, [0] * len(actions), slowdown)
+            start_s, end_s = simulate_numbered(order, tasks, times_s, streams, [0] * len(actions), slowdown)
             busy = dict.fromkeys(Stream, 0.0)
-            for task, span in spans.items():
-                busy[streams[task]] += span.end_s - span.start_s
-            end_s = max((span.end_s for span in spans.values()), default=0.0)
-            return PassTime(end_s, busy[Stream.COMPUTE], busy[Stream.COMMUNICATION] + busy[Stream.INTRA_NODE])
+            for task, at_s in start_s.items():
+                busy[streams[task]] += end_s[task] - at_s
+            return PassTime(
+                max(end_s.values(), default=0.0),
+                busy[Stream.COMPUTE],
+                busy[Stream.COMMUNICATION] + busy[Stream.INTRA_NODE],
+            )
 
         return ChunkTimes(
             *map(simulated, (orders.forward, orders.backward, orders.weight, [task for _, task in orders.together]))

@@ -1,15 +1,15 @@
 """The search on one mesh: first what fits into memory, then schedules, bucket sizes and forms for the best ones."""
 
 import bisect
-import dataclasses
+import functools
 import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from moe_jax.config import Config
-from moe_jax.config.draft import Draft, sections_of
+from moe_jax.config.draft import Draft
 from moe_jax.errors import ConfigError
 from moe_jax.plan.candidates import (
     CHUNKS_MB,
@@ -29,14 +29,13 @@ from moe_jax.plan.candidates import (
     stageless,
 )
 from moe_jax.plan.clusters import Cluster
+from moe_jax.plan.config_memory import ConfigMemory
 from moe_jax.plan.estimate import Estimate, estimate
 from moe_jax.plan.forward import best_ranges
 from moe_jax.plan.least_time import least_step_s, least_work_s
-from moe_jax.plan.memory import StepMemory, least_bytes, moments_of, step_memory
-from moe_jax.plan.stage_parameters import stage_parameters_of
+from moe_jax.plan.memory import StepMemory, least_bytes
 from moe_jax.plan.tensor_forms import tensor_forms
 
-_MEMORY_LEFT = 0.06  # share of a device's memory for the runtime and errors of the estimate
 _PARTS = 4  # how many numbers of parts of the batch are tried with pipeline stages
 _REMATS = ("none", "dots", "full")
 _STAGED_REMATS = (*_REMATS, "chunk")
@@ -115,14 +114,16 @@ class PlanSearch:
     draft: Draft
     cluster: Cluster
     memory_factor: float
-    # configs by base, ZeRO stage, remat and parts, and memory by config: both are needed many times
+    # configs by base, ZeRO stage, remat and parts
     _known: dict[tuple[Config, int, str, int], _Kept] = field(default_factory=dict, init=False, compare=False)
-    _memory: dict[Config, StepMemory] = field(default_factory=dict, init=False, compare=False)
-    # memory of steps with ticks, by all sections but the optimizer's
-    _with_ticks: dict[tuple[object, ...], StepMemory] = field(default_factory=dict, init=False, compare=False)
     # bytes of state and gradients by base and ZeRO stage, and whether anything fits by these and remat
     _states: dict[tuple[Config, int], float] = field(default_factory=dict, init=False, compare=False)
     _fits: dict[tuple[Config, int, str], bool] = field(default_factory=dict, init=False, compare=False)
+
+    @functools.cached_property
+    def memory(self) -> ConfigMemory:
+        """The memory of configs."""
+        return ConfigMemory(self.cluster, self.memory_factor)
 
     def least_s(self, base: Config) -> float:
         """Seconds that any config of a mesh takes at least, whatever fits."""
@@ -150,7 +151,7 @@ class PlanSearch:
             firsts: dict[bool, Config] = {}  # a scheduled step stores more, and so may need more parts of the batch
             for each in itertools.chain.from_iterable(self._saving(base, *saving)):
                 plain = each.schedule.policy_facts.cuts is None
-                if plain not in firsts and self.fits(self.memory(each)):
+                if plain not in firsts and self.memory.fits(each):
                     firsts[plain] = each
                 if len(firsts) == 2:
                     break
@@ -163,16 +164,22 @@ class PlanSearch:
 
         None if it takes longer than `limit_s` and is not known, because configs that take longer are not simulated.
         """
-        tried: dict[int, Candidate] = {}
-        least_s = [least_s for _, least_s in found.configs]
-        for number in sorted(range(len(found.configs)), key=least_s.__getitem__):
-            if least_s[number] <= min([limit_s, *map(step_s, tried.values())]):
-                tried[number] = self._candidate(found.configs[number][0])
-        if not tried:
-            return None
-        best = min((tried[number] for number in sorted(tried)), key=step_s)
-        others = (least for number, least in enumerate(least_s) if number not in tried)
-        return best if all(least > step_s(best) for least in others) else None
+        best, others_s = self._fastest(found.configs, limit_s)
+        return best if best and step_s(best) < others_s else None
+
+    def _fastest(self, configs: Iterable[tuple[Config, float]], limit_s: float) -> tuple[Candidate | None, float]:
+        """The fastest of these configs with lower bounds, the first among equals; and the lowest bound of the others.
+
+        Those whose bound is above the limit, or above the time of the fastest, are not simulated.
+        """
+        best: tuple[float, int, Candidate] | None = None
+        for number, (config, least_s) in sorted(enumerate(configs), key=lambda each: each[1][1]):
+            if least_s > min(limit_s, best[0] if best else math.inf):
+                return best and best[2], least_s
+            candidate = self._candidate(config)
+            if best is None or (step_s(candidate), number) < best[:2]:
+                best = step_s(candidate), number, candidate
+        return best and best[2], math.inf
 
     def with_other_placements(self, configs: Iterable[Config], limit_s: float = math.inf) -> list[Candidate]:
         """The best candidate of each config with each other placement of its experts, if it fits.
@@ -217,7 +224,7 @@ class PlanSearch:
             best = self._best_of(best, ({"exchange": form} for form in tensor_forms(best.config, self.cluster)))
         if best.config.mesh.context > 1:
             best = self._best_of(best, ({"exchange": {"context_form": form}} for form in CONTEXT_FORMS))
-        return dataclasses.replace(best, refined=True)
+        return replace(best, refined=True)
 
     def _savings_near(self, config: Config) -> Iterator[Overrides]:
         """Other ways to save memory, with the same number of parts of the batch, or the next smaller or larger one."""
@@ -245,7 +252,7 @@ class PlanSearch:
     def _first_guesses(self, base: Config, zero: int, remat: str) -> Iterator[Config]:
         """The first config that fits with each number of parts."""
         for alike in self._saving(base, zero, remat):
-            yield from itertools.islice((each for each in alike if self.fits(self.memory(each))), 1)
+            yield from itertools.islice((each for each in alike if self.memory.fits(each)), 1)
 
     def _saving(self, base: Config, zero: int, remat: str) -> Iterator[_Kept]:
         """Configs with these savings, the largest parts of the batch that fit first, then smaller ones."""
@@ -260,7 +267,7 @@ class PlanSearch:
         """
 
         def fits(index: int) -> bool:
-            return any(self.fits(self.memory(each)) for each in self._in_parts(base, zero, remat, possible[index]))
+            return any(self.memory.fits(each) for each in self._in_parts(base, zero, remat, possible[index]))
 
         if fits(0):
             return 0
@@ -281,25 +288,16 @@ class PlanSearch:
         return self._known[key]
 
     def _best_of(self, known: Candidate, overrides: Iterable[Overrides]) -> Candidate:
-        """The known candidate, or a faster one with other settings, the first among equals.
-
-        Those of the lowest bounds are simulated first, and only those that may be faster.
-        """
-        fitting = [each for each in choices(self.draft, known.config, overrides) if self.fits(self.memory(each))]
-        least_s = [least_step_s(each, self.cluster) for each in fitting]
-        found, place = known, -1
-        for number in sorted(range(len(fitting)), key=least_s.__getitem__):
-            if least_s[number] >= step_s(found):
-                break
-            candidate = self._candidate(fitting[number])
-            if (step_s(candidate), number) < (step_s(found), place):
-                found, place = candidate, number
-        return found
+        """The known candidate, or a faster one with other settings."""
+        tried = choices(self.draft, known.config, overrides)
+        fitting = ((each, least_step_s(each, self.cluster)) for each in tried if self.memory.fits(each))
+        best, _ = self._fastest(fitting, step_s(known))
+        return best if best and step_s(best) < step_s(known) else known
 
     def _candidate(self, config: Config) -> Candidate:
         return Candidate(
             estimate=estimate(config, self.cluster),
-            memory=self.memory(config),
+            memory=self.memory.of(config),
             saves_memory=self._saves_memory(config),
         )
 
@@ -315,40 +313,6 @@ class PlanSearch:
             value for name, value in saves.items() if name in self.draft.open
         )
 
-    def memory(self, config: Config) -> StepMemory:
-        if config not in self._memory:
-            self._memory[config] = self._memory_of(config)
-        return self._memory[config]
-
-    def _memory_of(self, config: Config) -> StepMemory:
-        mesh = config.mesh.sizes
-        if not config.step_facts.has_ticks:
-            return step_memory(config, self.cluster.device.platform, mesh)
-        others = *self._read_by_memory(config), config.optimizer.zero == 3
-        if others not in self._with_ticks:
-            self._with_ticks[others] = step_memory(config, self.cluster.device.platform, mesh)
-        # the only memory of a step with ticks that ZeRO shards
-        moments = moments_of(stage_parameters_of(config), config, mesh, self.cluster.device.platform)
-        return dataclasses.replace(self._with_ticks[others], optimizer=moments["optimizer"], on_host=moments["on_host"])
-
-    @staticmethod
-    def _read_by_memory(config: Config) -> tuple[object, ...]:
-        """What the memory of a step with ticks depends on, apart from the optimizer: schedules often need the same."""
-        schedule = config.schedule
-        facts, parts = schedule.policy_facts, schedule.microbatches if schedule.cuts_batch else 1
-        return (
-            *(value for name, value in sections_of(config).items() if name not in ("optimizer", "schedule")),
-            *(schedule.pipeline, schedule.virtual_stages, schedule.head_blocks, schedule.remat, schedule.unroll),
-            *(facts.sends_ragged and parts > 1, parts, schedule.grad_reduce),
-        )
-
-    def fits(self, memory: StepMemory) -> bool:
-        return self._has_room(memory.total)
-
-    def _has_room(self, num_bytes: float) -> bool:
-        limit = self.cluster.device.memory_bytes
-        return limit is None or self.memory_factor * num_bytes <= limit * (1 - _MEMORY_LEFT)
-
     def fits_at_all(self, base: Config) -> bool:
         """Whether the config fits with all ways to save memory."""
         # what saves most is likeliest to fit
@@ -363,7 +327,7 @@ class PlanSearch:
             if self._state_bytes(base, zero) > least:
                 continue
             configs = (each for remat in _remats(base)[2:] for each in self._least(base, zero, remat))
-            if memories := list(map(self.memory, dict.fromkeys(configs))):
+            if memories := list(map(self.memory.of, dict.fromkeys(configs))):
                 found[zero] = min(memories, key=_total)
         return min((found[zero] for zero in sorted(found)), key=_total)
 
@@ -371,13 +335,13 @@ class PlanSearch:
         key = base, zero, remat
         if key not in self._fits:
             self._fits[key] = self._may_fit(base, zero, remat) and any(
-                self.fits(self.memory(each)) for each in self._least(base, zero, remat)
+                self.memory.fits(each) for each in self._least(base, zero, remat)
             )
         return self._fits[key]
 
     def _may_fit(self, base: Config, zero: int, remat: str) -> bool:
         """Whether bounds of its memory fit: state and gradients, and with stages the same step with sharded moments."""
-        if not self._has_room(self._state_bytes(base, zero)):
+        if not self.memory.has_room(self._state_bytes(base, zero)):
             return False
         if zero > 0 or base.mesh.pipeline == 1 or "optimizer.zero" not in self.draft.open:
             return True

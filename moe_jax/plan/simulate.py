@@ -11,7 +11,7 @@ from moe_jax.schedule.build import ranks_of, streams_of
 from moe_jax.schedule.dependencies import task_graph
 from moe_jax.schedule.param_gathers import releases
 from moe_jax.schedule.schedule import Schedule
-from moe_jax.schedule.simulation import in_list_order, numbered_tasks, start_and_end_s
+from moe_jax.schedule.simulation import in_list_order, numbered_tasks, simulate_numbered
 
 
 class SimulatedTask(NamedTuple):
@@ -91,7 +91,7 @@ def simulate(
     compute = (tasks.tasks[task] for task in order if streams[task] == Stream.COMPUTE)
     waits = {tasks.number[gather]: tasks.number[task] for gather, task in releases(schedule.shape, compute).items()}
     times_s, ranks, actions = list(map(seconds, tasks.tasks)), ranks_of(schedule.shape, rank_of), tasks.tasks
-    start_s, end_s = start_and_end_s(order, tasks.with_needs(waits), times_s, streams, ranks, slowdown)
+    start_s, end_s = simulate_numbered(order, tasks.with_needs(waits), times_s, streams, ranks, slowdown)
     return Timeline(
         schedule,
         tuple(SimulatedTask(actions[task], streams[task], at_s, end_s[task]) for task, at_s in start_s.items()),

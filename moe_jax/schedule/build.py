@@ -36,7 +36,6 @@ from moe_jax.schedule.simulation import (
     makespan_s,
     numbered_tasks,
     simulate_numbered,
-    start_and_end_s,
 )
 from moe_jax.schedule.weight_grad import greedy
 
@@ -123,7 +122,7 @@ def _merge(
     issued = interleave(numbers, lanes, tasks)
     if shape.grad_reduce != "bucketed" and shape.param_gather != "prefetch":
         return issued
-    filled, _ = start_and_end_s(issued, tasks, times_s, streams, _ranks(shape))
+    filled, _ = simulate_numbered(issued, tasks, times_s, streams, _ranks(shape))
     lanes = [[task for task in filled if streams[task] == stream] for stream in _LANES]
     return interleave(numbers, lanes, tasks)
 

@@ -107,8 +107,8 @@ def simulate_streams(
     inside = {action: needs[action] for action in actions}
     tasks = NumberedTasks.of(inside)
     times_s, streams, ranks = list(map(seconds, inside)), list(map(stream_of, inside)), list(map(rank_of, inside))
-    spans = simulate_numbered(range(len(inside)), tasks, times_s, streams, ranks, slowdown)
-    return {tasks.tasks[task]: span for task, span in spans.items()}
+    start_s, end_s = simulate_numbered(range(len(inside)), tasks, times_s, streams, ranks, slowdown)
+    return {tasks.tasks[task]: TimeSpan(at_s, end_s[task]) for task, at_s in start_s.items()}
 
 
 def simulate_numbered(
@@ -118,21 +118,11 @@ def simulate_numbered(
     streams: Sequence[Stream],
     ranks: Sequence[int],
     slowdown: float = 1.0,
-) -> dict[int, TimeSpan]:
-    """`simulate_streams` of tasks by number: `seconds`, `streams` and `ranks` have an entry for each task."""
-    start_s, ended_s = start_and_end_s(order, tasks, seconds, streams, ranks, slowdown)
-    return {task: TimeSpan(started_s, ended_s[task]) for task, started_s in start_s.items()}
-
-
-def start_and_end_s(
-    order: Iterable[int],
-    tasks: NumberedTasks,
-    seconds: Sequence[float],
-    streams: Sequence[Stream],
-    ranks: Sequence[int],
-    slowdown: float = 1.0,
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """The start of each task in `simulate_numbered`, sorted, and its end."""
+    """`simulate_streams` of tasks by number: `seconds`, `streams` and `ranks` have an entry for each task.
+
+    Returns the start of each task, sorted, and its end.
+    """
     lanes: dict[tuple[int, Stream], deque[int]] = defaultdict(deque)
     for task in order:
         lanes[ranks[task], streams[task]].append(task)

@@ -207,7 +207,7 @@ def test_the_published_mesh_of_deepseek_v3_fits() -> None:
     for order in ("1f1b", "coscheduled"):
         settings = [*given, f"schedule.pipeline={order}", "optimizer.zero=1", "exchange.rank_capacity_factor=1.0"]
         config = load_config(str(ROOT / "configs/models/deepseek_v3.yaml"), [*settings, "schedule.remat=chunk"])
-        assert PlanSearch(open_draft(config), find_cluster("h800x2048"), 1.0).fits(step_memory(config, "gpu"))
+        assert PlanSearch(open_draft(config), find_cluster("h800x2048"), 1.0).memory.fits(config)
 
 
 @pytest.mark.parametrize("layers", [4, 5])

@@ -394,7 +394,7 @@ def test_memory_that_a_search_shares_is_that_of_each_config() -> None:
             parts = {"grad_accumulation": 4, "batch_size": 64}
             config = search.draft.choose(search.draft, **overrides, train=parts)
             whole = step_memory(config, "gpu")
-            assert search.memory(config) == whole
+            assert search.memory.of(config) == whole
             assert least_bytes(config, "gpu") <= whole.total
 
 

@@ -1,0 +1,59 @@
+"""The memory of many configs of one plan, each computed once, and whether it fits a device."""
+
+from dataclasses import dataclass, field, replace
+
+from moe_jax.config import Config
+from moe_jax.config.draft import sections_of
+from moe_jax.plan.clusters import Cluster
+from moe_jax.plan.memory import StepMemory, moments_of, step_memory
+from moe_jax.plan.stage_parameters import stage_parameters_of
+
+_LEFT = 0.06  # share of a device's memory for the runtime and errors of the estimate
+
+
+@dataclass(frozen=True)
+class ConfigMemory:
+    """Memory on a cluster's devices. `factor`: the ratio of real to estimated memory."""
+
+    cluster: Cluster
+    factor: float
+    _known: dict[Config, StepMemory] = field(default_factory=dict, init=False, compare=False)
+    # of steps with ticks, by all sections but the optimizer's
+    _with_ticks: dict[tuple[object, ...], StepMemory] = field(default_factory=dict, init=False, compare=False)
+
+    def of(self, config: Config) -> StepMemory:
+        """Return the memory of a config's step."""
+        if config not in self._known:
+            self._known[config] = self._memory_of(config)
+        return self._known[config]
+
+    def _memory_of(self, config: Config) -> StepMemory:
+        mesh, platform = config.mesh.sizes, self.cluster.device.platform
+        if not config.step_facts.has_ticks:
+            return step_memory(config, platform, mesh)
+        others = *_read_by_memory(config), config.optimizer.zero == 3
+        if others not in self._with_ticks:
+            self._with_ticks[others] = step_memory(config, platform, mesh)
+        # the only memory of a step with ticks that ZeRO shards
+        moments = moments_of(stage_parameters_of(config), config, mesh, platform)
+        return replace(self._with_ticks[others], optimizer=moments["optimizer"], on_host=moments["on_host"])
+
+    def fits(self, config: Config) -> bool:
+        """Whether a config's step fits."""
+        return self.has_room(self.of(config).total)
+
+    def has_room(self, num_bytes: float) -> bool:
+        """Whether a device has room for so much estimated memory."""
+        limit = self.cluster.device.memory_bytes
+        return limit is None or self.factor * num_bytes <= limit * (1 - _LEFT)
+
+
+def _read_by_memory(config: Config) -> tuple[object, ...]:
+    """What the memory of a step with ticks depends on, apart from the optimizer: schedules often need the same."""
+    schedule = config.schedule
+    facts, parts = schedule.policy_facts, schedule.microbatches if schedule.cuts_batch else 1
+    return (
+        *(value for name, value in sections_of(config).items() if name not in ("optimizer", "schedule")),
+        *(schedule.pipeline, schedule.virtual_stages, schedule.head_blocks, schedule.remat, schedule.unroll),
+        *(facts.sends_ragged and parts > 1, parts, schedule.grad_reduce),
+    )
