@@ -54,6 +54,7 @@ class RouterContext(NamedTuple):
     inputs: RouterInputs | None = None  # for the gate; None: it reads features only, and no token is padding
     capacity: CapacityState | None = None  # plain step: all slots; scheduled: less those that earlier microbatches used
     slot_E: Int[Array, " E"] | None = None  # position of each expert (`models/placement.py`); None: in order
+    speed_P: tuple[float, ...] | None = None  # of the expert ranks, if they are different (`migration.rank_speeds`)
 
 
 @jax.named_scope("route")
@@ -80,7 +81,7 @@ def route(
     is_padding_T = None if context.inputs is None else context.inputs.is_padding
     if is_padding_T is not None:
         decision = decision.without(is_padding_T)
-    placed, capacity, of_slots = in_slots(decision, context.capacity, context.slot_E, moe)
+    placed, capacity, of_slots = in_slots(decision, context.capacity, context.slot_E, moe, context.speed_P)
     sent, metadata = dispatcher_of(moe, ragged).permute(h_TD, placed, of_slots, ep_size, capacity)
     stats = RouterStats(
         count_E=decision.tokens_per_expert(),

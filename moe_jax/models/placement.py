@@ -11,6 +11,7 @@ E experts, L positions of each rank, M blocks with experts, R rows of a stack of
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,29 +21,44 @@ from jaxtyping import Array, Int
 from numpy.typing import NDArray
 
 from moe_jax.config import MoEConfig
+from moe_jax.config.expert_shares import expert_counts
 from moe_jax.config.layer_layout import Stages, segments
 from moe_jax.models.dispatchers.protocol import CapacityState
 from moe_jax.models.gates.choice import Decision, TopKRouting, tokens_per_expert
 
+_GOLDEN = 0x9E3779B9  # 2³² divided by the golden ratio
 
-def first_experts(experts: int, ranks: int, replicas: int) -> NDArray[np.int32]:
-    """Return `expert_S` without copies: experts in order, and the last positions of each rank free."""
-    own_PL = np.arange(experts, dtype=np.int32).reshape(ranks, -1)
-    return np.pad(own_PL, ((0, 0), (0, replicas)), constant_values=experts).ravel()
+
+def first_experts(
+    experts: int, ranks: int, replicas: int, speed_P: Sequence[float] | None = None
+) -> NDArray[np.int32]:
+    """Return `expert_S` without copies: experts in order, and the last positions of each rank free.
+
+    Ranks hold equally many experts or, if they have different speeds, so many that equal loads are computed soonest.
+    """
+    most = experts // ranks + replicas
+    counts = expert_counts(experts, speed_P or [1.0] * ranks, most)
+    expert_PL = np.full((ranks, most), experts, np.int32)
+    expert_PL[np.arange(most) < np.asarray(counts)[:, None]] = np.arange(experts)
+    return expert_PL.ravel()
 
 
 def in_slots(
-    decision: Decision, capacity: CapacityState | None, slot_E: Int[Array, " _"] | None, moe: MoEConfig
+    decision: Decision,
+    capacity: CapacityState | None,
+    slot_E: Int[Array, " _"] | None,
+    moe: MoEConfig,
+    speed_P: tuple[float, ...] | None = None,
 ) -> tuple[Decision, CapacityState | None, MoEConfig]:
     """Renumber a decision, and what earlier parts of the batch used, from experts to positions.
 
-    Returns both with the settings of a layer that has this number of positions.
+    `speed_P`: speeds of the ranks, by which the copies of an expert share its tokens; None: all equal. Returns both with the settings of a layer that has this number of positions.
     """
     if slot_E is None:
         return decision, capacity, moe
     assert isinstance(decision, TopKRouting), "gates that fill slots load all experts alike"
     if len(slot_E) > moe.num_experts:  # without a capacity, what was used does not matter
-        slot_Tk = slots_of_pairs(decision.expert_Tk, slot_E, moe.num_experts)
+        slot_Tk = slots_of_pairs(decision.expert_Tk, slot_E, moe.num_experts, speed_P)
         return decision._replace(expert_Tk=slot_Tk), capacity, dataclasses.replace(moe, num_experts=len(slot_E))
     slot_or_none_E = jnp.append(slot_E, len(slot_E))  # index E: no expert
     if capacity is not None:
@@ -51,8 +67,11 @@ def in_slots(
     return decision._replace(expert_Tk=slot_or_none_E[decision.expert_Tk]), capacity, moe
 
 
-def slots_of_pairs(expert_Tk: Int[Array, "T k"], expert_S: Int[Array, " S"], experts: int) -> Int[Array, "T k"]:
-    """Return the position of each pair. The copies of an expert take tokens in turn.
+def slots_of_pairs(
+    expert_Tk: Int[Array, "T k"], expert_S: Int[Array, " S"], experts: int, speed_P: Sequence[float] | None = None
+) -> Int[Array, "T k"]:
+    """Return the position of each pair. The copies of an expert take tokens in turn or, on ranks of different speeds,
+    in proportion to these.
 
     Position S means no expert: the token skips this choice.
     """
@@ -61,7 +80,18 @@ def slots_of_pairs(expert_Tk: Int[Array, "T k"], expert_S: Int[Array, " S"], exp
     first_E = jnp.cumsum(copies_E) - copies_E
     chosen_Tk = jnp.minimum(expert_Tk, experts - 1)
     token_T1 = jnp.arange(len(expert_Tk), dtype=jnp.int32)[:, None]
-    slot_Tk = slot_S[first_E[chosen_Tk] + token_T1 % copies_E[chosen_Tk]]
+    if speed_P is None:
+        copy_Tk = token_T1 % copies_E[chosen_Tk]
+    else:
+        speed_S = jnp.repeat(jnp.asarray(speed_P, jnp.float32), len(expert_S) // len(speed_P))[slot_S]
+        upto_S = jnp.cumsum(speed_S)
+        before_E = (upto_S - speed_S)[first_E]
+        all_E = upto_S[first_E + copies_E - 1] - before_E
+        # multiples of the golden ratio, modulo 1, are spread evenly however many of them there are
+        place_T1 = (token_T1.astype(jnp.uint32) * jnp.uint32(_GOLDEN)).astype(jnp.float32) / 2**32
+        copy_Tk = jnp.searchsorted(upto_S, before_E[chosen_Tk] + place_T1 * all_E[chosen_Tk], side="right")
+        copy_Tk = jnp.clip(copy_Tk - first_E[chosen_Tk], 0, copies_E[chosen_Tk] - 1)
+    slot_Tk = slot_S[first_E[chosen_Tk] + copy_Tk]
     return jnp.where(expert_Tk < experts, slot_Tk, len(expert_S))
 
 

@@ -18,7 +18,7 @@ from moe_jax.config import AttentionView, Config, ExchangeConfig, ModelConfig, M
 from moe_jax.config.attention_kernels import Capability, kernel_of
 from moe_jax.config.layer_layout import Segment, decoder_segments, segments
 from moe_jax.config.registry import EXCHANGE_FACTS, OPEN_EXCHANGE, REDUCTION_FACTS
-from moe_jax.config.validate import check_context_split, check_node_split, check_tensor_split
+from moe_jax.config.validate import check_context_split, check_node_split, check_rank_speeds, check_tensor_split
 from moe_jax.distributed.hosts import hosts
 from moe_jax.errors import ConfigError
 from moe_jax.models import moe as moe_layer
@@ -68,6 +68,7 @@ class ComputeConfig:
     loss_chunk: int | None = None  # tokens whose logits are in memory at once; None: see moe_jax.config.loss_chunks
     grouped_product: str = "blocks"  # the product of rows in groups of any size, never auto
     balanced_fill: float = 1.0  # the share of a dropless buffer's rows that exist if routing is balanced
+    rank_speeds: tuple[float, ...] | None = None  # of the expert ranks; None: all equal
 
     @property
     def route(self) -> DispatchRoute:
@@ -106,6 +107,7 @@ class ComputeConfig:
             dims = map(mesh.axis_names.index, config.mesh.expert_axes)
             per_node = ranks_per_node(mesh.devices, *dims, hosts=hosts())
         check_node_split(per_node, config.mesh, mesh.shape)
+        check_rank_speeds(config, mesh.shape)
         shared_by = config.mesh.expert_tensor_ranks(mesh.shape)
         exchange = exchange_of(config, platform, shared_by)
         if exchange in BY_NODE and per_node in (1, size):  # nothing to gain
@@ -134,6 +136,7 @@ class ComputeConfig:
             loss_chunk=config.train.loss_chunk,
             grouped_product=product_name(config, platform, shared_by, capability),
             balanced_fill=balanced_fill(config.model.moe, config.exchange.rank_capacity_factor, size),
+            rank_speeds=config.rank_speeds,
         )
 
 
@@ -372,7 +375,7 @@ def _run_segment(
                 if slots is not None and segment.kinds[place] == "moe"
                 else None
             )
-            context = RouterContext(own, slot_E=slot_E)
+            context = RouterContext(own, slot_E=slot_E, speed_P=compute.rank_speeds)
             x_BND, block_stats, max_logit_H = block(params[place], x_BND, model, view, compute, context, document_BL)
             stats += [] if block_stats is None else [block_stats]
             max_logits += [] if max_logit_H is None else [max_logit_H]

@@ -3,9 +3,10 @@
 The costs are the time to move experts on a cluster, and the time that uneven loads cost.
 
 `expert_S` is the expert at each position, or E at a free position, as in `rebalance/hill_climb.py`; E is the number of
-experts.
+experts. Where `ranks` are given by their speeds, these are relative to their mean.
 """
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,12 +17,14 @@ from moe_jax.plan.step_times import Step
 from moe_jax.rebalance.hill_climb import ExpertPlacement, hill_climb_placement, without_copies
 from moe_jax.rebalance.moves import Move, moves_between
 
+Ranks = int | Sequence[float]  # the number of ranks, or their speeds
+
 
 class MigrationCosts(NamedTuple):
     """Predicted times in seconds."""
 
     send_s: float  # to send one expert from every rank to another
-    even_s: float  # per step, of one block's experts if all ranks have equal loads
+    even_s: float  # per step, of one block's experts if all ranks have loads in proportion to their speeds
     sum_s: float  # per step, to sum the gradients over the replicas of one expert
 
 
@@ -30,9 +33,12 @@ def migration_costs(config: Config, cluster: Cluster, expert_bytes: float) -> Mi
 
     `expert_bytes` is the size of an expert on one device, moments and average included. With a capacity, experts
     compute padding where they have fewer rows, so the least loaded rank takes as long as the busiest, and imbalance
-    costs nothing (`even_s` is 0). Exchanges send buffers of a fixed size in any case.
+    costs nothing (`even_s` is 0). Exchanges send buffers of a fixed size in any case. The fastest ranks are devices of
+    the cluster.
     """
-    step = Step(config, cluster)
+    speed_P = config.rank_speeds or (1.0,)  # their mean is 1
+    alike = dataclasses.replace(config, migration=dataclasses.replace(config.migration, rank_speeds=None))
+    step = Step(alike, cluster)
     send_s = step.collectives.send(expert_bytes, step.experts)
     has_average = config.optimizer.ema_decay is not None
     moved_arrays = 1 + config.optimizer.facts.expert_moments + has_average  # of a gradient's size
@@ -42,11 +48,14 @@ def migration_costs(config: Config, cluster: Cluster, expert_bytes: float) -> Mi
         return MigrationCosts(send_s, 0.0, sum_s)
     experts = step.compute()["expert"]
     passes_s = experts.of("F", 1) + experts.of("B", 1) + experts.of("W", 1)
-    return MigrationCosts(send_s, config.train.grad_accumulation * passes_s, sum_s)
+    return MigrationCosts(send_s, config.train.grad_accumulation * passes_s * max(speed_P), sum_s)
 
 
-def load_ratio(load_E: Sequence[float], expert_S: Sequence[int], ranks: int) -> float:
-    """Return the load of the busiest rank divided by the mean load of ranks, or 1 without any load."""
+def load_ratio(load_E: Sequence[float], expert_S: Sequence[int], ranks: Ranks) -> float:
+    """Return the load of the busiest rank divided by the mean load of ranks, or 1 without any load.
+
+    The load of a rank counts divided by its speed.
+    """
     return ExpertPlacement.of(load_E, expert_S, ranks).ratio
 
 
@@ -56,7 +65,7 @@ def num_copied(expert_S: Sequence[int], experts: int) -> int:
     return sum(count[expert] > 1 for expert in range(experts))
 
 
-def is_due(load_E: Sequence[float], expert_S: Sequence[int], ranks: int, threshold: float) -> bool:
+def is_due(load_E: Sequence[float], expert_S: Sequence[int], ranks: Ranks, threshold: float) -> bool:
     """Whether ranks are loaded too unevenly for `threshold`, or would be even enough without copies of experts."""
     alone_S = without_copies(expert_S, len(load_E))
     needless = alone_S != tuple(expert_S) and load_ratio(load_E, alone_S, ranks) < threshold
@@ -67,7 +76,7 @@ class Prices(NamedTuple):
     """Predicted costs of moves and of imbalance, in seconds unless said otherwise."""
 
     swap_s: float  # for one swap, in which both ranks send an expert; a copy takes half as long
-    even_s: float  # per step, for one block's experts if ranks have equal loads; 0 if padding makes all ranks equal
+    even_s: float  # per step, for one block's experts if ranks have even loads; 0 if padding makes all ranks equal
     steps: int  # steps within which a move must pay for itself
     sum_s: float = 0.0  # per step, to sum the gradients of an expert that has copies
 
@@ -90,7 +99,7 @@ def num_swaps(found: RebalancePlan) -> int:
 
 
 def plan(
-    load_E: Sequence[float], expert_S: Sequence[int], ranks: int, prices: Prices | None, threshold: float = 1.0
+    load_E: Sequence[float], expert_S: Sequence[int], ranks: Ranks, prices: Prices | None, threshold: float = 1.0
 ) -> RebalancePlan:
     """Plan the moves of one block: as many changes of the hill climbing as pay best, and whether these pay at all.
 
@@ -98,10 +107,11 @@ def plan(
     dropped.
     """
     experts, before = len(load_E), load_ratio(load_E, expert_S, ranks)
+    num_ranks = ranks if isinstance(ranks, int) else len(ranks)
     nothing = RebalancePlan((), tuple(expert_S), before, before, 0.0, 0.0, pays=False)
     climbed = [*hill_climb_placement(load_E, expert_S, ranks, threshold)]
     if prices is None:
-        moves, slots = moves_between(expert_S, climbed[-1] if climbed else expert_S, ranks, experts)
+        moves, slots = moves_between(expert_S, climbed[-1] if climbed else expert_S, num_ranks, experts)
         after = load_ratio(load_E, slots, ranks)
         return RebalancePlan(moves, slots, before, after, 0.0, 0.0, pays=True) if slots != tuple(expert_S) else nothing
     copied, best, best_gain = num_copied(expert_S, experts), nothing, -float("inf")
@@ -112,13 +122,13 @@ def plan(
 
     # finding moves takes longest, so begin where they can gain most: at best, half a swap brings one expert to a rank
     upper_bound = {
-        slots: saved_s(slots) * prices.steps - _num_new(expert_S, slots, ranks, experts) / 2 * prices.swap_s
+        slots: saved_s(slots) * prices.steps - _num_new(expert_S, slots, num_ranks, experts) / 2 * prices.swap_s
         for slots in climbed
     }
     for wanted in sorted(upper_bound, key=lambda slots: -upper_bound[slots]):
         if upper_bound[wanted] <= best_gain:
             break
-        moves, slots = moves_between(expert_S, wanted, ranks, experts)
+        moves, slots = moves_between(expert_S, wanted, num_ranks, experts)
         saved, cost_s = saved_s(slots), sum(0.5 if move.copies else 1.0 for move in moves) * prices.swap_s
         gain = saved * prices.steps - cost_s
         if gain > best_gain:

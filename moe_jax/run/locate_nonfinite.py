@@ -122,7 +122,7 @@ def _wrong_outputs(params: Params, inputs: StepInputs, context: StepContext) -> 
                 own_inputs = router_inputs and router_inputs.above(below + iteration * len(kinds) + place)
                 m = moe_below + iteration * kinds.count("moe") + kinds[:place].count("moe")
                 slot_E = None if slot_ME is None or kinds[place] != "moe" else slot_ME[m]
-                own_context = RouterContext(own_inputs, slot_E=slot_E)
+                own_context = RouterContext(own_inputs, slot_E=slot_E, speed_P=compute.rank_speeds)
                 x_bND = input_of(blocks[place], x_bND)
                 x_bND, _, _ = block(blocks[place], x_bND, model, view, compute, own_context, document_bN)
                 wrong.append(_is_wrong(x_bND))

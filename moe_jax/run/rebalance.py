@@ -40,6 +40,7 @@ class Rebalancer:
         if not migration.enabled:
             return
         self._mover = Mover(run.config, run.trainer)
+        self._ranks = run.config.rank_speeds or self._mover.ranks
         self._costs: MigrationCosts | None = None
         if run.cluster is not None:
             sizes = MeshConfig(
@@ -66,12 +67,12 @@ class Rebalancer:
         start, migration = time.perf_counter(), self._run.config.migration
         before = jax.device_get(state["placement"])
         blocks = list(zip(before["load_ME"].tolist(), _experts(before), strict=True))
-        ratio_M = [load_ratio(load_E, expert_S, self._mover.ranks) for load_E, expert_S in blocks]
-        uneven_M = [is_due(load_E, expert_S, self._mover.ranks, migration.threshold) for load_E, expert_S in blocks]
+        ratio_M = [load_ratio(load_E, expert_S, self._ranks) for load_E, expert_S in blocks]
+        uneven_M = [is_due(load_E, expert_S, self._ranks, migration.threshold) for load_E, expert_S in blocks]
         over_M = [n + 1 if uneven else 0 for n, uneven in zip(before["over_M"], uneven_M, strict=True)]
         due = [m for m, windows in enumerate(over_M) if windows >= migration.patience]
         prices = self._prices(step)
-        plans = {m: plan(*blocks[m], self._mover.ranks, prices, migration.threshold) for m in due}
+        plans = {m: plan(*blocks[m], self._ranks, prices, migration.threshold) for m in due}
         moved = {m: found for m, found in plans.items() if found.pays}
         rounded_M = [round(ratio, 6) for ratio in ratio_M]
         record: dict[str, Any] = {"step": step, "rank_load": rounded_M, "rank_load_max_over_mean": max(rounded_M)}

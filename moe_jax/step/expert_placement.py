@@ -3,7 +3,7 @@
 M blocks with experts, E experts, S positions for them, R rows of a stack of blocks, L positions of this rank.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,14 +28,16 @@ from moe_jax.step.optimizers.protocol import unless_bad
 Placement = dict[str, jax.Array]
 
 
-def first_placement(model: ModelConfig, ranks: int = 1, replicas: int = 0) -> Placement:
+def first_placement(
+    model: ModelConfig, ranks: int = 1, replicas: int = 0, speed_P: Sequence[float] | None = None
+) -> Placement:
     """Return the initial placement: experts in order, loads zero. With `replicas`, each rank has that many
-    free positions.
+    free positions or, if ranks have different speeds, all of them together (`first_experts`).
     """
     blocks, experts = model.block_kinds.count("moe"), model.moe.num_experts
     name = "expert_MS" if replicas else "slot_ME"
     return {
-        name: jnp.tile(jnp.asarray(first_experts(experts, ranks, replicas)), (blocks, 1)),
+        name: jnp.tile(jnp.asarray(first_experts(experts, ranks, replicas, speed_P)), (blocks, 1)),
         "load_ME": jnp.zeros((blocks, experts), jnp.float32),  # sum over steps of each expert's share of the tokens
         "over_M": jnp.zeros(blocks, jnp.int32),  # consecutive windows with uneven load over ranks
     }
@@ -69,10 +71,10 @@ def fits(placement: Placement, config: Config, ranks: int) -> bool:
 def with_first_placement(state: State, shapes: State, config: Config, ranks: int) -> State:
     """Add the initial placement to a state whose experts are in order; the result is sharded like `shapes`."""
     wanted = jax.tree.map(lambda x: x.sharding, shapes)
-    first = partial(first_placement, config.model, ranks, config.replicas)
+    first = partial(first_placement, config.model, ranks, config.replicas, config.rank_speeds)
     placement = jax.jit(first, out_shardings=wanted["placement"])()
     if config.replicas:
-        expert_S = first_experts(config.model.moe.num_experts, ranks, config.replicas)
+        expert_S = first_experts(config.model.moe.num_experts, ranks, config.replicas, config.rank_speeds)
         rest = {name: wanted[name] for name in state}
         state = jax.jit(partial(by_slot, expert_S=expert_S), out_shardings=rest)(state)
     return state | {"placement": placement}

@@ -89,7 +89,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     moments = state_partitions(context.optimizer, param_shapes, context.grad_specs)
     layout = {"step": REPLICATED, "params": context.stored_specs, "optimizer": moments}
     ranks = config.mesh.expert_ranks(mesh.shape)
-    placement = functools.partial(first_placement, config.model, ranks, config.replicas)
+    placement = functools.partial(first_placement, config.model, ranks, config.replicas, config.rank_speeds)
     decay = config.optimizer.ema_decay
     if decay is not None:
         layout |= first_average(context.grad_specs, decay)
@@ -102,7 +102,8 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     def begin(params: Params) -> State:
         where: State = {"placement": placement()} if config.migration.enabled else {}
         if config.replicas:
-            params = by_slot(params, first_experts(config.model.moe.num_experts, ranks, config.replicas))
+            expert_S = first_experts(config.model.moe.num_experts, ranks, config.replicas, config.rank_speeds)
+            params = by_slot(params, expert_S)
         where |= first_average(params, decay)
         return {"step": jnp.int32(0), "params": params, "optimizer": context.optimizer.init(params), **where}
 

@@ -33,10 +33,10 @@ def test_64_experts_on_8_ranks_come_below_1_15(name):
 @pytest.mark.parametrize("seed", range(20))
 def test_each_swap_lowers_the_busiest_rank_or_how_many_are_as_busy(seed):
     load, slots = random_loads(seed, 24), tuple(range(24))
-    before = sorted(ExpertPlacement.of(load, slots, 4).load_P, reverse=True)
+    before = sorted(ExpertPlacement.of(load, slots, 4).busy_P, reverse=True)
     for after in hill_climb_placement(load, slots, 4):
         assert sorted(after) == list(range(24)), "every slot has one expert"
-        new = sorted(ExpertPlacement.of(load, after, 4).load_P, reverse=True)
+        new = sorted(ExpertPlacement.of(load, after, 4).busy_P, reverse=True)
         assert new < before
         before = new
 
@@ -166,7 +166,7 @@ def test_an_expert_with_four_times_a_ranks_mean_load_needs_copies():
     assert num_copied(with_copies.expert_S, 64) == 1, "of no other"
     assert {*with_copies.expert_S} >= {*range(64)}
     for before, after in itertools.pairwise(hill_climb_placement(HOT, ROOM, 8)):
-        old, new = (sorted(ExpertPlacement.of(HOT, slots, 8).load_P, reverse=True) for slots in (before, after))
+        old, new = (sorted(ExpertPlacement.of(HOT, slots, 8).busy_P, reverse=True) for slots in (before, after))
         assert new < old
         assert len(after) == sum(map(len, on_ranks(after, 8, 64))) + after.count(64), "no rank has an expert twice"
     again = plan(HOT, with_copies.expert_S, 8, None)

@@ -83,6 +83,14 @@ class Sections:
         """The number of each expert rank's positions for copies of other ranks' experts."""
         return self.migration.replicas if self.migration.enabled else 0
 
+    @property
+    def rank_speeds(self) -> tuple[float, ...] | None:
+        """The speeds of the expert ranks, relative to their mean; None if experts do not migrate or all are equal."""
+        speeds = self.migration.rank_speeds if self.migration.enabled else None
+        if speeds is None or len(set(speeds)) == 1:
+            return None
+        return tuple(speed * len(speeds) / sum(speeds) for speed in speeds)
+
     def expert_slots(self, sizes: Mapping[str, int]) -> int:
         """Return the positions of all ranks for the experts of one block and their copies, on a mesh of these sizes."""
         return self.model.moe.num_experts + self.replicas * self.mesh.expert_ranks(sizes)

@@ -42,8 +42,11 @@ class MigrationConfig:
     patience: int = number(2, Range(1, ANY))  # checks in a row that find a block above the threshold before a move
     # steps (at most those that the run has left) in which a move must save the time that it takes; null: moves are free
     payback_steps: int | None = number(1000, Range(1, ANY))
-    # extra positions of each expert rank, for copies of other ranks' experts
+    # extra positions of each expert rank, for copies of other ranks' experts; with rank_speeds also for experts that
+    # slower ranks do not hold
     replicas: int = number(0, Range(0, PARTS))
+    # speeds of the expert ranks, of which only the ratios count: a rank's load is divided by its speed; null: all equal
+    rank_speeds: tuple[float, ...] | None = number(None, Range(0, LARGE, above=True))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from moe_jax.config.validate.mesh import (
     check_mesh,
     check_tensor_split,
 )
-from moe_jax.config.validate.migration import check_migration
+from moe_jax.config.validate.migration import check_migration, check_rank_speeds
 from moe_jax.config.validate.model import check_model, check_mtp
 from moe_jax.config.validate.optimizer import check_optimizer, check_qk_clip, check_sharding_axes
 from moe_jax.config.validate.pipeline import check_pipeline
@@ -35,6 +35,7 @@ __all__ = [
     "check_mesh",
     "check_node_split",
     "check_overrides",
+    "check_rank_speeds",
     "check_ranges",
     "check_sharding_axes",
     "check_tensor_split",

@@ -1,7 +1,11 @@
 """Rules for migration: experts that move between ranks."""
 
+from collections.abc import Mapping
+
 from moe_jax.config.registry import DISPATCHER_FACTS
-from moe_jax.config.sections import Sections
+from moe_jax.config.sections import MigrationConfig, Sections
+from moe_jax.config.validate.mesh import expert_ranks_text
+from moe_jax.config.validate.ranges import RANGES
 from moe_jax.errors import ConfigError
 
 
@@ -9,6 +13,11 @@ def check_migration(config: Sections) -> None:
     """Raise ConfigError if no experts can be moved, or if moving them cannot save time."""
     moe, settings = config.model.moe, config.migration
     if not settings.enabled:
+        if settings.rank_speeds is not None:
+            raise ConfigError(
+                f"{_speeds_text(settings)} is by what experts are placed, and migration.enabled=false places none: "
+                "set migration.enabled=true, or migration.rank_speeds=null"
+            )
         return
     if moe.num_experts == 0:
         raise ConfigError(
@@ -36,6 +45,8 @@ def check_migration(config: Sections) -> None:
             "alike, so that no step is faster after a move: use model.moe.capacity_factor=null, or "
             "migration.payback_steps=null to move all the same"
         )
+    if settings.rank_speeds is not None:
+        _check_speeds(config)
     if config.optimizer.offload_moments:
         raise ConfigError(
             "migration.enabled=true with optimizer.offload_moments=true, whose moments would all be on the devices "
@@ -56,3 +67,35 @@ def check_migration(config: Sections) -> None:
             f"migration.replicas={settings.replicas} with optimizer.zero={config.optimizer.zero}, which cuts what "
             "copies sum: use optimizer.zero=0, or migration.replicas=0"
         )
+
+
+def check_rank_speeds(config: Sections, sizes: Mapping[str, int]) -> None:
+    """Raise ConfigError unless each expert rank of a mesh of these sizes has a speed; an open size is not checked."""
+    speeds = config.migration.rank_speeds
+    if speeds is None or min(sizes[axis] for axis in config.mesh.expert_axes) == -1:
+        return
+    ranks = config.mesh.expert_ranks(sizes)
+    if len(speeds) != ranks:
+        raise ConfigError(
+            f"{_speeds_text(config.migration)} has {len(speeds)} speeds, and {expert_ranks_text(config.mesh, sizes)} "
+            f"is {ranks} expert ranks: give {ranks} speeds, or migration.rank_speeds=null if they are equal"
+        )
+
+
+def _check_speeds(config: Sections) -> None:
+    """Raise ConfigError for speeds that are no numbers above 0, or by which nothing can be placed."""
+    text, moe = _speeds_text(config.migration), config.model.moe
+    least, most, *_ = RANGES["migration.rank_speeds"]
+    for speed in config.migration.rank_speeds or ():
+        if not least < speed <= most:  # nan, too
+            raise ConfigError(f"{text} has {speed:.15g}: use numbers above {least} and up to {most:.15g}, e.g. [1, 0.5]")
+    if moe.capacity_factor is not None:
+        raise ConfigError(
+            f"{text} with model.moe.capacity_factor={moe.capacity_factor}, which pads the experts of all ranks alike: "
+            "use model.moe.capacity_factor=null, or migration.rank_speeds=null"
+        )
+    check_rank_speeds(config, config.mesh.sizes)
+
+
+def _speeds_text(settings: MigrationConfig) -> str:
+    return f"migration.rank_speeds=[{', '.join(f'{speed:.15g}' for speed in settings.rank_speeds or ())}]"

@@ -138,7 +138,8 @@ class Tasks:
                 self.order.record_compute(self.x[r])
                 continue
             inputs = None if self.router_inputs is None else self.router_inputs[r].above(block)
-            context = RouterContext(inputs, self._capacity(block, r), self.placements.get(block))
+            speed_P = dims.compute.rank_speeds
+            context = RouterContext(inputs, self._capacity(block, r), self.placements.get(block), speed_P)
             route = partial(attend_and_route, model=model, view=view, compute=dims.compute, document_BL=document)
             routed: Routed = self._attended(block, r, partial(route, context=context, ragged=dims.ragged))
             self.x[r], self.metadata[r], self.stats[block, r] = routed.x_BND, routed.metadata, routed.stats
