@@ -22,6 +22,7 @@ from moe_jax.plan.gradients import groups_by_owner, moment_bytes, parts_by_owner
 from moe_jax.plan.measured import MeasuredTimes, read_times
 from moe_jax.plan.orthogonalizing import orthogonalizing_flops, sent_matrix_bytes
 from moe_jax.plan.pipelined import PipelinedStep, parameters_by_group
+from moe_jax.plan.rank_speeds import slowest_devices
 from moe_jax.plan.resources import train_flops_per_token
 from moe_jax.plan.simulate import Timeline
 from moe_jax.plan.stage_parameters import stage_parameters_of
@@ -205,7 +206,7 @@ def update_seconds(config: Config, cluster: Cluster, collectives: CollectiveCost
     Moments are read and written. Muon's iterations count by their products, and by the exchanges of shards for whole
     matrices and back, over the devices that share them by ZeRO and over tensor ranks.
     """
-    mesh, device = config.mesh.sizes, cluster.device
+    mesh, (device, *_) = config.mesh.sizes, slowest_devices(config, cluster)
     parts, hybrid, updated, gathered_s = parts_of(config, mesh), shard_groups(config, mesh), 0.0, 0.0
     for group, count in parameters_by_group(config):
         updated += count / parts[group]

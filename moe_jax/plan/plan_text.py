@@ -8,6 +8,7 @@ from moe_jax.plan.forward import best_ranges
 from moe_jax.plan.planner import Plans
 from moe_jax.plan.rank_capacity import has_buffers, prices
 from moe_jax.plan.search import Candidate
+from moe_jax.plan.speeds_text import speeds_text
 from moe_jax.plan.traffic import traffic
 
 _COLUMNS = (
@@ -64,6 +65,7 @@ def facts(plans: Plans) -> str:
         f"traffic     leaves each device in a step: {_traffic(plans)}",
         *_ranges(plans.best),
         *_placement(plans),
+        *(f"speeds      {text}" for text in filter(None, [speeds_text(plans.config, plans.cluster)])),
         *_buffers(plans),
         f"memory      {size(memory.total)} per device at its peak, {memory.moment}: {parts}"
         + (f"; {size(memory.on_host)} of moments in host memory" if memory.on_host else "")

@@ -24,6 +24,7 @@ from moe_jax.plan.candidates import Refused, on_meshes, with_rates
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.infeasible import no_plan_message, too_large
 from moe_jax.plan.search import Candidate, MeshConfigs, PlanSearch, step_s
+from moe_jax.plan.speeds_text import with_rank_speeds
 
 _RANKED = 8  # meshes that are simulated at least
 _REFINED = 4  # meshes
@@ -52,9 +53,10 @@ class Plans:
     def config(self) -> Config:
         """The config of the best plan.
 
-        It names the algorithm of a hierarchical exchange. Others are left open for the program to choose.
+        It names the algorithm of a hierarchical exchange. Others are left open for the program to choose. If experts
+        migrate, it has the speeds of the cluster's devices.
         """
-        config, algorithm = self.best.config, self.best.estimate.algorithm
+        config, algorithm = with_rank_speeds(self.best.config, self.cluster), self.best.estimate.algorithm
         if algorithm == "flat" or config.exchange.algorithm != OPEN_EXCHANGE:
             return config
         exchange: dict[str, Any] = {"algorithm": algorithm}

@@ -96,11 +96,13 @@ class Product(NamedTuple):
         return self._replace(rows=inner, inner=rows) if direction == "W" else self
 
 
-def block_products(config: Config, tokens: float, tensor: int, expert_ranks: int) -> dict[str, tuple[Product, ...]]:
+def block_products(
+    config: Config, tokens: float, tensor: int, expert_ranks: int, local_experts: float | None = None
+) -> dict[str, tuple[Product, ...]]:
     """The products of each op of a block with weights, on a device with `tokens` tokens of its own.
 
     Its `tensor` ranks gather their tokens for the matrices that they share. Experts have the rows of the busiest rank,
-    the same number each.
+    the same number each; this device has `local_experts` of them, by default an equal share.
     """
     model, moe, rows = config.model, config.model.moe, tokens * tensor
     kind: Kind = config.train.compute_dtype
@@ -116,9 +118,10 @@ def block_products(config: Config, tokens: float, tensor: int, expert_ranks: int
     attention = tuple(_attention(model, tokens, tensor, kind))
     shared = mlp(moe.intermediate_size * moe.num_shared_experts + model.intermediate_size * moe.dense_residual, rows)
     gate = Product(tokens, model.hidden_size, gate_matrices(model) / model.hidden_size, kind="exact")
-    local = moe.num_experts / expert_ranks
+    equal = moe.num_experts / expert_ranks
+    local = equal if local_experts is None else local_experts
     shared_by = 1 if config.mesh.experts_over_tensor else tensor
-    of_expert = busiest_rows(config, tokens) * shared_by / local if local else 0.0
+    of_expert = busiest_rows(config, tokens) * shared_by / equal if equal else 0.0
     head = Product(tokens, model.hidden_size, model.vocab_size, kind=kind)
     mtp_input = Product(tokens, 2 * model.hidden_size, model.hidden_size, kind=kind)
     expert_kind: Kind = "fp8" if moe.expert_matmuls == "fp8" else kind

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from moe_jax.config import Config, ModelConfig
 from moe_jax.config.attention_kernels import STATE_CHUNK, kernel_of
-from moe_jax.plan.clusters import Cluster
+from moe_jax.plan.clusters import Cluster, Device
 from moe_jax.plan.collective_costs import Collective, CollectiveCosts, DeviceGroup
 from moe_jax.plan.costs import order_times
 from moe_jax.plan.exchange_times import ExchangeTimes
@@ -19,6 +19,7 @@ from moe_jax.plan.launch_overhead import with_launch_overhead
 from moe_jax.plan.measured import MeasuredTimes
 from moe_jax.plan.param_gathers import Gathered, gathered_bytes, param_gathers
 from moe_jax.plan.products import Direction, OpTimes, block_products, measured_attention
+from moe_jax.plan.rank_speeds import slowest_devices
 from moe_jax.plan.recurrent import mean_over_blocks, recurrent_layer, recurrent_share
 from moe_jax.plan.resources import Owned, mixed_matrices, owned_parameters, parameters_per_device
 from moe_jax.plan.simulate import Timeline, simulate
@@ -65,7 +66,8 @@ class Step:
     """Task times of one step, and its simulated timeline."""
 
     def __init__(self, config: Config, cluster: Cluster, measured: MeasuredTimes = _NOTHING):
-        self.config, self.mesh, self.device = config, config.mesh.sizes, cluster.device
+        self.config, self.mesh = config, config.mesh.sizes
+        self.device, self._expert_device, self._local_experts = slowest_devices(config, cluster)
         self.slowdown, self.launch_overhead, self.measured = cluster.compute_slowdown, cluster.launch_overhead, measured
         self.collectives = CollectiveCosts(cluster)
         self.tensor, self.context = self.mesh["tensor"], self.mesh["context"]
@@ -259,24 +261,26 @@ class Step:
         """Estimates of the compute stages."""
         model, tokens, settings = self.config.model, self.tokens, self.config.schedule
         owned = owned_parameters(model)
-        products = block_products(self.config, tokens, self.tensor, self.experts.ranks)
+        products = block_products(self.config, tokens, self.tensor, self.experts.ranks, self._local_experts)
+        share = self._local_experts * self.experts.ranks / max(model.moe.num_experts, 1)  # 1: as many as other ranks
         of_kind = dict(zip(model.block_kinds[: model.num_layers], owned[1:], strict=False))
         passes = self._item * tokens * model.hidden_size
-        hidden = busiest_rows(self.config, tokens) * (model.hidden_size + 2 * model.moe.intermediate_size)
+        hidden = share * busiest_rows(self.config, tokens) * (model.hidden_size + 2 * model.moe.intermediate_size)
         row_passes = [each * self._item * hidden / 3 for each in _ROW_PASSES]
         if model.moe.expert_matmuls == "fp8":
             row_passes = [each + rounded * hidden for each, rounded in zip(row_passes, _ROUNDED_BYTES, strict=True)]
 
         def op(name: str, weights: Owned, moved: Sequence[float], waited: Sequence[float] = (0.0, 0.0)) -> OpTimes:
             """The times of an op with `moved` bytes of memory traffic and `waited` seconds, forward and backward."""
+            device = self._expert_device if name == "expert" else self.device
             forward, backward = (
-                num_bytes / self.device.copied_bytes_per_s + waited_s
+                num_bytes / device.copied_bytes_per_s + waited_s
                 for num_bytes, waited_s in zip(moved, waited, strict=True)
             )
             return OpTimes(
-                device=self.device,
+                device=device,
                 products=products[name],
-                weights_s=self._weights(weights),
+                weights_s=self._weights(weights, device),
                 kernels=_KERNELS[name],
                 whole_s={"F": forward, "B": backward},
             )
@@ -310,7 +314,7 @@ class Step:
             "attend": found.get("moe", any_block),
             "dense": found.get("dense", any_block),
             "expert": self._recomputing(
-                op("expert", Owned(expert=experts.expert), row_passes, (0.0, exchanged_s)), True, 0.0
+                op("expert", Owned(expert=round(share * experts.expert)), row_passes, (0.0, exchanged_s)), True, 0.0
             ),
             # with chunks of logits, gradients are the forward pass's (models/head.py)
             "head": replace(head, at_once=logit_chunk(self.config, tokens) is not None),
@@ -328,11 +332,11 @@ class Step:
         }
         return replace(times, recomputes=products, whole_s=whole_s)
 
-    def _weights(self, owned: Owned) -> float:
-        """Seconds to read an owner's own weights once."""
+    def _weights(self, owned: Owned, device: Device) -> float:
+        """Seconds in which a device reads an owner's own weights once."""
         own = owned.whole + owned.heads_and_hidden / self.tensor
         own += owned.expert / (self.expert_tensor * self.experts.ranks)
-        return own * self._item / self.device.copied_bytes_per_s
+        return own * self._item / device.copied_bytes_per_s
 
     def _gathered(self, model: ModelConfig, kind: str) -> float:
         """Seconds in which tensor ranks gather the tokens of attention and MLP, and reduce-scatter their outputs."""

@@ -8,6 +8,9 @@ levels:                       # from the links inside a node outwards; the last 
   - {name: NVLink, devices: 8, gb_per_s: 450, efficiency: 0.8, alpha_us: 15}
   - {name: rail, devices: 64, gb_per_s: 50, efficiency: 0.85, alpha_us: 50}
   - {name: spine, devices: 512, gb_per_s: 25}
+speeds:                       # of devices in a row, relative to device; left out: all are as fast
+  - {devices: 384}
+  - {devices: 128, speed: 0.5}
 
 Rates are 10⁹ bytes per second out of one device, in one direction; a device's own share of what several share.
 """
@@ -29,7 +32,8 @@ _MOST_BYTES = 2**16
 _MOST_DEVICES = 2**20
 _MOST_LEVELS = 16
 _LARGEST = 1e9  # a number in a file, in its unit
-_KEYS = ("base", "devices", "ranks_per_adapter", "device", "levels")
+_MOST_SPEEDS = 2**10
+_KEYS = ("base", "devices", "ranks_per_adapter", "device", "levels", "speeds")
 _DEVICE_KEYS = {  # and the factor to the units of Device
     "memory_gb": ("memory_bytes", 1e9),
     "tflops": ("matrix_flops_per_s", 1e12),
@@ -40,7 +44,8 @@ _DEVICE_KEYS = {  # and the factor to the units of Device
 }
 _NEEDED = ("memory_gb", "tflops", "memory_gb_per_s")
 _LEVEL_KEYS = ("name", "devices", "gb_per_s", "efficiency", "alpha_us")
-_SHARES = ("efficiency", "matrix_efficiency")
+_SPEED_KEYS = ("devices", "speed")
+_SHARES = ("efficiency", "matrix_efficiency", "speed")
 _EFFICIENCY, _MATRIX_EFFICIENCY, _ALPHA_US = 0.8, 0.75, 20.0  # unless the file gives them
 
 
@@ -86,7 +91,23 @@ class _Reader:
             devices=devices,
             levels=joined,
             ranks_per_adapter=max(sharing, 1.0),
+            speeds=self._speeds(found.get("speeds"), devices),
         )
+
+    def _speeds(self, found: Any, devices: int) -> tuple[tuple[int, float], ...]:
+        if found is None:
+            return ()
+        if not isinstance(found, list) or not 0 < len(found) <= _MOST_SPEEDS:
+            raise self._error(f"speeds must be a list of 1 to {_MOST_SPEEDS:,} sections with {', '.join(_SPEED_KEYS)}")
+        speeds = list[tuple[int, float]]()
+        for number, each in enumerate(found):
+            place = f"speeds[{number}]"
+            section = self._section(place, each, _SPEED_KEYS)
+            speed = self._number(f"{place}.speed", section.get("speed", 1.0))
+            speeds.append((self._count(f"{place}.devices", section.get("devices")), speed))
+        if (total := sum(count for count, _ in speeds)) != devices:
+            raise self._error(f"speeds are of {total} devices, and devices={devices}: give the speeds of all {devices}")
+        return tuple(speeds)
 
     def _device(self, found: Mapping[str, Any]) -> Device:
         own = found.get("device")

@@ -91,6 +91,24 @@ class Device(HashedOnce):
             attention_efficiency=self.attention_efficiency / slower,
         )
 
+    def at_speed(self, speed: float) -> "Device":
+        """A device that takes 1 / `speed` as long for everything that it computes and copies."""
+        return self if speed == 1 else _at_speed(self, speed)
+
+
+@functools.lru_cache(maxsize=64)
+def _at_speed(device: Device, speed: float) -> Device:
+    return dataclasses.replace(
+        device,
+        matrix_flops_per_s=speed * device.matrix_flops_per_s,
+        memory_bytes_per_s=speed * device.memory_bytes_per_s,
+        kernel_s=device.kernel_s / speed,
+        curves=tuple(
+            dataclasses.replace(curve, median_s=tuple(seconds / speed for seconds in curve.median_s))
+            for curve in device.curves
+        ),
+    )
+
 
 class LinkCurve(NamedTuple):
     """How long links take for one kind of collective."""
@@ -163,6 +181,8 @@ class Cluster:
     launch_overhead: LaunchOverhead = NO_OVERHEAD  # compute time that each collective costs
     ranks_per_adapter: float = 1.0  # neighbours that share a network adapter
     curves: tuple[Curve, ...] = ()  # measured collectives, used instead of levels
+    # devices in a row, and their speed relative to `device`, at most 1; (): all are as fast
+    speeds: tuple[tuple[int, float], ...] = ()
 
     @property
     def node_devices(self) -> int:
