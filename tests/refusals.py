@@ -785,6 +785,21 @@ REFUSED = {
         "use optimizer.zero=0, or migration.replicas=0"
     ),
     "migration.replicas=-1": "migration.replicas=-1 must be at least 0",
+    "migration.rank_speeds=[1,0.5]": (
+        "migration.rank_speeds=[1, 0.5] is by what experts are placed, and migration.enabled=false places none: "
+        "set migration.enabled=true, or migration.rank_speeds=null"
+    ),
+    "migration.enabled=true mesh.expert=2 model.moe.capacity_factor=null migration.rank_speeds=[1,0.5,1]": (
+        "migration.rank_speeds=[1, 0.5, 1] has 3 speeds, and mesh.expert=2 is 2 expert ranks: give 2 speeds, or "
+        "migration.rank_speeds=null if they are equal"
+    ),
+    "migration.enabled=true mesh.expert=2 model.moe.capacity_factor=null migration.rank_speeds=[1,-0.5]": (
+        "migration.rank_speeds=[1, -0.5] has -0.5: use numbers above 0 and up to 1000000, e.g. [1, 0.5]"
+    ),
+    "migration.enabled=true mesh.expert=2 migration.payback_steps=null migration.rank_speeds=[1,0.5]": (
+        "migration.rank_speeds=[1, 0.5] with model.moe.capacity_factor=1.25, which pads the experts of all ranks "
+        "alike: use model.moe.capacity_factor=null, or migration.rank_speeds=null"
+    ),
     "migration.threshold=0.5": "migration.threshold=0.5 must be at least 1",
     "plan.load_factor=0.9": "plan.load_factor=0.9 must be at least 1",
     "exchange.rank_capacity_factor=0.9": "exchange.rank_capacity_factor=0.9 must be at least 1 (or null)",

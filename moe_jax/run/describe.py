@@ -19,6 +19,7 @@ from moe_jax.parallel.mesh import Axis
 from moe_jax.plan.activation_memory import fuses_if_unrolled, longest_loop
 from moe_jax.plan.memory import StepMemory, step_memory
 from moe_jax.plan.plan_text import size
+from moe_jax.plan.rank_speeds import first_counts
 from moe_jax.plan.resources import count_parameters, train_flops_per_token
 from moe_jax.run.memory_check import predicted_memory
 from moe_jax.run.profiler import steps_to_trace
@@ -51,6 +52,7 @@ def describe(run: Run) -> dict[str, str]:
         | attention_text(config, run.trainer.mesh)
         | loop_text(config, run.trainer.mesh)
         | router_text(config)
+        | _shares(run)
         | unused(config)
         | ({"pipeline": pipeline_text(table)} if table else {})
         | _tuning(run)
@@ -82,6 +84,15 @@ def dry_run(config: Config) -> dict[str, str]:
         "step time": f"about {human_seconds(flops / rate)}, if all were as fast as one large matrix product was here: "
         f"{flops:.3g} FLOP at {rate:.3g} FLOP/s",
     }
+
+
+def _shares(run: Run) -> dict[str, str]:
+    """How many experts each rank holds before any load is known, if ranks have different speeds."""
+    config = run.config
+    if config.rank_speeds is None:
+        return {}
+    counts = ", ".join(map(str, first_counts(config, config.rank_speeds)))
+    return {"experts": f"{counts} of a block on the expert ranks at first, by migration.rank_speeds"}
 
 
 def loop_text(config: Config, mesh: jax.sharding.Mesh) -> dict[str, str]:

@@ -113,11 +113,13 @@ class Rebalancer:
         self, step: int, moved: dict[int, RebalancePlan], cost: TransferCost, took_s: float
     ) -> dict[str, Any]:
         """Print the migrations of a step, and return their part of the record."""
+        speeds = self._run.config.rank_speeds
+        others, mean = ("experts or replicas", "mean load for its speed") if speeds else ("replicas", "mean load")
         for m, found in moved.items():
-            which = f"{num_swaps(found)} pair(s) of experts" if num_swaps(found) else "replicas"
+            which = f"{num_swaps(found)} pair(s) of experts" if num_swaps(found) else others
             self._log.info(
                 f"step {step}: {which} of MoE block {m} changed ranks, the busiest "
-                f"of which had {found.ratio_before:.2f} of the mean load, and has {found.ratio_after:.2f}"
+                f"of which had {found.ratio_before:.2f} of the {mean}, and has {found.ratio_after:.2f}"
                 + (f" with {self._num_replicas(found)} replica(s)" if self._run.config.replicas else "")
             )
         predicted = {} if self._costs is None else {"migration_predicted_s": cost.sends * self._costs.send_s}
