@@ -14,12 +14,13 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ LINK = "eth0"  # name of the link inside every namespace
 # Burst of a node's link. A large free burst would make short messages cheap and bend the fitted line of their times.
 _NODE_BURST = "16kb"
 _NODE_QUEUE = "16mb"  # no loss, however much the processes of a node send at once
+_GROUPS = (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup"))
+_PERIOD_US = 20_000  # in which a process computes for its share, and then waits
 _UNITS = {"": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
@@ -180,6 +183,25 @@ def set_latency(seconds: float) -> None:
     P2PTransport.send = late  # type: ignore[method-assign]
 
 
+def set_share(share: float) -> None:
+    """Let this process compute for this share of the time only, by a control group of its own. Only valid inside a box.
+
+    Raises BoxError.
+    """
+    group, quota_us = _share_group(socket.gethostname()), round(share * _PERIOD_US)
+    values = (
+        {"cpu.cfs_period_us": _PERIOD_US, "cpu.cfs_quota_us": quota_us, "cpu.shares": 10 * 1024}
+        if group.parent == _GROUPS[0]
+        else {"cpu.max": f"{quota_us} {_PERIOD_US}", "cpu.weight": 10 * 100}
+    )
+    try:
+        group.mkdir()
+        for name, value in (values | {"cgroup.procs": os.getpid()}).items():
+            (group / name).write_text(str(value))
+    except OSError as error:
+        raise BoxError(f"{group} cannot limit CPU time ({error.strerror}): use a kernel with cgroups of cpu") from None
+
+
 def set_buffers(num_bytes: int) -> None:
     """Set the buffer size of sockets that this process opens from now on.
 
@@ -288,6 +310,8 @@ def _remove(names: Sequence[str]) -> None:
     for name in names:
         subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
         shutil.rmtree(_hosts(name).parent, ignore_errors=True)
+        with suppress(OSError):  # it has none
+            _share_group(name).rmdir()
 
 
 def _existing() -> list[str]:
@@ -326,6 +350,12 @@ def _run(*command: str) -> None:
             f"{' '.join(command)} failed ({done.stderr.strip()}): "
             "a box needs a kernel with network namespaces, veth, bridge, tbf and htb, and the right to use them"
         )
+
+
+def _share_group(name: str) -> Path:
+    """Return the control group of the process in a namespace: version 1 has a folder for each resource, 2 has none."""
+    parent = next((group for group in _GROUPS[:1] if (group / "cpu.cfs_quota_us").exists()), _GROUPS[1])
+    return parent / name
 
 
 def _hosts(name: str) -> Path:

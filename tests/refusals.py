@@ -790,7 +790,7 @@ REFUSED = {
         "set migration.enabled=true, or migration.rank_speeds=null"
     ),
     "migration.enabled=true mesh.expert=2 model.moe.capacity_factor=null migration.rank_speeds=[1,0.5,1]": (
-        "migration.rank_speeds=[1, 0.5, 1] has 3 speeds, and mesh.expert=2 is 2 expert ranks: give 2 speeds, or "
+        "migration.rank_speeds=[1, 0.5, 1] has 3 speeds, and mesh.expert=2 is 2 expert ranks: use 2 speeds, or "
         "migration.rank_speeds=null if they are equal"
     ),
     "migration.enabled=true mesh.expert=2 model.moe.capacity_factor=null migration.rank_speeds=[1,-0.5]": (

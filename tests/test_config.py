@@ -95,7 +95,7 @@ def test_no_fraction_leaves_its_range(name: str, value: float) -> None:
 
 def test_every_number_has_a_smallest_and_a_largest_value() -> None:
     in_lists = {
-        *("model.moe.capacity_schedule", "train.mtp_loss_schedule", "log.trace_step"),
+        *("model.moe.capacity_schedule", "train.mtp_loss_schedule", "log.trace_step", "migration.rank_speeds"),
         *("model.rope_scaling.short_factor", "model.rope_scaling.long_factor", "model.mamba.attn_layer_offsets"),
         "model.mamba.mixer_only_offsets",
     }

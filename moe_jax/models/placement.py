@@ -29,9 +29,7 @@ from moe_jax.models.gates.choice import Decision, TopKRouting, tokens_per_expert
 _GOLDEN = 0x9E3779B9  # 2³² divided by the golden ratio
 
 
-def first_experts(
-    experts: int, ranks: int, replicas: int, speed_P: Sequence[float] | None = None
-) -> NDArray[np.int32]:
+def first_experts(experts: int, ranks: int, replicas: int, speed_P: Sequence[float] | None = None) -> NDArray[np.int32]:
     """Return `expert_S` without copies: experts in order, and the last positions of each rank free.
 
     Ranks hold equally many experts or, if they have different speeds, so many that equal loads are computed soonest.
@@ -52,7 +50,8 @@ def in_slots(
 ) -> tuple[Decision, CapacityState | None, MoEConfig]:
     """Renumber a decision, and what earlier parts of the batch used, from experts to positions.
 
-    `speed_P`: speeds of the ranks, by which the copies of an expert share its tokens; None: all equal. Returns both with the settings of a layer that has this number of positions.
+    `speed_P`: speeds of the ranks, by which the copies of an expert share its tokens; None: all equal. Returns both
+    with the settings of a layer that has this number of positions.
     """
     if slot_E is None:
         return decision, capacity, moe

@@ -22,15 +22,14 @@ class SlowestDevices(NamedTuple):
 
 
 def rank_speeds(config: Config, cluster: Cluster) -> tuple[float, ...] | None:
-    """The speed of each expert rank relative to the cluster's device: that of its slowest device. None: all are as fast.
+    """The speed of each expert rank, that of its slowest device, relative to the cluster's device; None: all are alike.
 
-    Devices of a mesh are in the order of its axes. With `migration.rank_speeds` the fastest rank is as fast as the
-    cluster's device.
+    Devices of a mesh are in the order of its axes. If the cluster's are not known to have different speeds, those of
+    `migration.rank_speeds` count, and the fastest rank is as fast as the cluster's device.
     """
-    if (given := config.rank_speeds) is not None:
-        return tuple(speed / max(given) for speed in given)
     if not cluster.speeds:
-        return None
+        given = config.rank_speeds
+        return None if given is None else tuple(speed / max(given) for speed in given)
     counts, speeds = zip(*cluster.speeds, strict=True)
     axes, sizes = ("data", "pipeline", "context", "expert", "tensor"), config.mesh.sizes
     of_devices = np.repeat(speeds, counts).reshape([sizes[axis] for axis in axes])
@@ -50,9 +49,12 @@ def slowest_devices(config: Config, cluster: Cluster) -> SlowestDevices:
 
 
 def first_counts(config: Config, speeds: tuple[float, ...]) -> tuple[int, ...]:
-    """How many experts of a block each rank holds before any load is known: equally many unless experts migrate."""
+    """How many experts of a block each rank holds before any load is known: equally many unless experts migrate.
+
+    They are placed by `migration.rank_speeds`, or by `speeds` without it.
+    """
     moe = config.model.moe
     equal = moe.num_experts // len(speeds)
     if not config.migration.enabled or moe.capacity_factor is not None:
         return (equal,) * len(speeds)
-    return expert_counts(moe.num_experts, speeds, equal + config.replicas)
+    return expert_counts(moe.num_experts, config.rank_speeds or speeds, equal + config.replicas)

@@ -96,8 +96,8 @@ def hill_climb_placement(
     A change is a swap between the busiest and the least busy rank, or a copy of the former's most loaded expert to a
     free position of the latter. If that does not help, the least busy rank is replaced by the next busier one,
     and so on, which algorithm 2 does not do. If ranks have different speeds, an expert may also change places with a
-    free position, so that slow ranks hold fewer. Copies are made while the load of the busiest rank is at least `threshold`
-    times the mean: first, if no swaps can change that, or else after the last swap that helps.
+    free position, so that slow ranks hold fewer. Copies are made while the load of the busiest rank is at least
+    `threshold` times the mean: first, if no swaps can change that, or else after the last swap that helps.
     """
     placed = ExpertPlacement.of(load_E, without_copies(expert_S, len(load_E)), ranks)
     if placed.expert_S != tuple(expert_S):

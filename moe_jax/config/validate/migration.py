@@ -78,7 +78,7 @@ def check_rank_speeds(config: Sections, sizes: Mapping[str, int]) -> None:
     if len(speeds) != ranks:
         raise ConfigError(
             f"{_speeds_text(config.migration)} has {len(speeds)} speeds, and {expert_ranks_text(config.mesh, sizes)} "
-            f"is {ranks} expert ranks: give {ranks} speeds, or migration.rank_speeds=null if they are equal"
+            f"is {ranks} expert ranks: use {ranks} speeds, or migration.rank_speeds=null if they are equal"
         )
 
 
@@ -88,7 +88,9 @@ def _check_speeds(config: Sections) -> None:
     least, most, *_ = RANGES["migration.rank_speeds"]
     for speed in config.migration.rank_speeds or ():
         if not least < speed <= most:  # nan, too
-            raise ConfigError(f"{text} has {speed:.15g}: use numbers above {least} and up to {most:.15g}, e.g. [1, 0.5]")
+            raise ConfigError(
+                f"{text} has {speed:.15g}: use numbers above {least} and up to {most:.15g}, e.g. [1, 0.5]"
+            )
     if moe.capacity_factor is not None:
         raise ConfigError(
             f"{text} with model.moe.capacity_factor={moe.capacity_factor}, which pads the experts of all ranks alike: "
