@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -39,7 +38,9 @@ LINK = "eth0"  # name of the link inside every namespace
 # Burst of a node's link. A large free burst would make short messages cheap and bend the fitted line of their times.
 _NODE_BURST = "16kb"
 _NODE_QUEUE = "16mb"  # no loss, however much the processes of a node send at once
-_GROUPS = (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup"))
+_GROUPS = Path("/sys/fs/cgroup/cpu")
+_QUOTA_FILE = "cpu.cfs_quota_us"
+_QUOTA = "BOX_QUOTA"  # the number of this file, open
 _PERIOD_US = 20_000  # in which a process computes for its share, and then waits
 _UNITS = {"": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
@@ -57,6 +58,7 @@ class Box:
     node_bits_per_s: float | None = None  # rate out of a node with several processes
     cores: tuple[int, ...]  # process i is pinned to core i modulo their number
     threads: int = 1  # of XLA's pool in each process; with one thread, XLA's own collectives overlap nothing
+    limits_cpu: bool = False  # whether processes may be limited to a share of a core (`set_share`)
 
     def __post_init__(self) -> None:
         if not 2 <= self.processes <= 4:
@@ -184,22 +186,8 @@ def set_latency(seconds: float) -> None:
 
 
 def set_share(share: float) -> None:
-    """Let this process compute for this share of the time only, by a control group of its own. Only valid inside a box.
-
-    Raises BoxError.
-    """
-    group, quota_us = _share_group(socket.gethostname()), round(share * _PERIOD_US)
-    values = (
-        {"cpu.cfs_period_us": _PERIOD_US, "cpu.cfs_quota_us": quota_us, "cpu.shares": 10 * 1024}
-        if group.parent == _GROUPS[0]
-        else {"cpu.max": f"{quota_us} {_PERIOD_US}", "cpu.weight": 10 * 100}
-    )
-    try:
-        group.mkdir()
-        for name, value in (values | {"cgroup.procs": os.getpid()}).items():
-            (group / name).write_text(str(value))
-    except OSError as error:
-        raise BoxError(f"{group} cannot limit CPU time ({error.strerror}): use a kernel with cgroups of cpu") from None
+    """Let this process compute for this share of the time only. Only valid inside a box that `limits_cpu`."""
+    os.write(int(os.environ[_QUOTA]), str(round(share * _PERIOD_US)).encode())
 
 
 def set_buffers(num_bytes: int) -> None:
@@ -246,7 +234,16 @@ def _start(box: Box, rank: int, name: str, results: Path) -> subprocess.Popen[by
     chain = [*inside(name), "taskset", "--cpu-list", str(box.cores[rank % len(box.cores)]), sys.executable]
     variables = {_RANK: str(rank), _SIZE: str(box.processes), _RESULTS: str(results)}
     variables |= {"PJRT_NPROC": str(box.threads), "JAX_PLATFORMS": "cpu"}
-    return subprocess.Popen([*chain, *sys.argv], env=os.environ | variables, start_new_session=True)
+    if not box.limits_cpu:
+        return subprocess.Popen([*chain, *sys.argv], env=os.environ | variables, start_new_session=True)
+    # a namespace has no control groups, so the process joins before it enters, with the open file of its limit
+    group = _share_group(name)
+    with (group / _QUOTA_FILE).open("w") as quota:
+        chain = ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group), *chain]
+        variables[_QUOTA] = str(quota.fileno())
+        return subprocess.Popen(
+            [*chain, *sys.argv], env=os.environ | variables, start_new_session=True, pass_fds=[quota.fileno()]
+        )
 
 
 def inside(name: str) -> list[str]:
@@ -311,7 +308,7 @@ def _remove(names: Sequence[str]) -> None:
         subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
         shutil.rmtree(_hosts(name).parent, ignore_errors=True)
         with suppress(OSError):  # it has none
-            _share_group(name).rmdir()
+            (_GROUPS / name).rmdir()
 
 
 def _existing() -> list[str]:
@@ -353,9 +350,17 @@ def _run(*command: str) -> None:
 
 
 def _share_group(name: str) -> Path:
-    """Return the control group of the process in a namespace: version 1 has a folder for each resource, 2 has none."""
-    parent = next((group for group in _GROUPS[:1] if (group / "cpu.cfs_quota_us").exists()), _GROUPS[1])
-    return parent / name
+    """Make the control group of a process, which other load on the machine hardly slows down. Raises BoxError."""
+    group = _GROUPS / name
+    try:
+        group.mkdir()
+        for file, value in {"cpu.cfs_period_us": _PERIOD_US, "cpu.shares": 10 * 1024}.items():
+            (group / file).write_text(str(value))
+    except OSError as error:
+        raise BoxError(
+            f"{group} cannot limit CPU time ({error.strerror}): shares of a core need control groups of version 1"
+        ) from None
+    return group
 
 
 def _hosts(name: str) -> Path:

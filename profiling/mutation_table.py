@@ -184,10 +184,26 @@ MUTATIONS = (
     Mutation(
         "copies_not_in_turn",
         "models/placement.py",
-        "slot_S[first_E[chosen_Tk] + token_T1 % copies_E[chosen_Tk]]",
-        "slot_S[first_E[chosen_Tk]]",
+        "copy_Tk = token_T1 % copies_E[chosen_Tk]",
+        "copy_Tk = jnp.zeros_like(chosen_Tk)",
         "all tokens of an expert go to its first copy",
         ["tests/step/test_replicas.py", "-k", "take_tokens_in_turn"],
+    ),
+    Mutation(
+        "copies_ignore_speeds",
+        "models/placement.py",
+        "    if speed_P is None:",
+        "    if True:",
+        "copies of an expert take tokens in turn, although their ranks have different speeds",
+        ["tests/step/test_rank_speeds.py", "-k", "in_proportion"],
+    ),
+    Mutation(
+        "first_counts_ignore_speeds",
+        "config/expert_shares.py",
+        "((counts[rank] + 1) / speed_P[rank], rank)",
+        "(counts[rank] + 1, rank)",
+        "slow ranks hold as many experts as fast ones",
+        ["tests/rebalance/test_rank_speeds.py", "-k", "no_other_counts"],
     ),
     Mutation(
         "fp8_one_scale_for_all_rows",

@@ -141,7 +141,7 @@ def main() -> None:
     if box.rank() is not None:
         measure(arguments, configs, shares)
         return
-    settings = box.box_from(arguments)
+    settings = box.box_from(arguments, limits_cpu=True)
     result = summary(box.run_in_box(settings), configs, rate)
     about = {"shares": shares, "rate": arguments.rate, "box": dataclasses.asdict(settings)}
     write_result(arguments.name, result | about)
