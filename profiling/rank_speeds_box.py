@@ -123,7 +123,7 @@ def main() -> None:
     """Run the box and write JSON to results/."""
     parser = CommandParser(prog="python profiling/rank_speeds_box.py", description=__doc__)
     box.add_round_flags(parser, rate="1gbit", out_of="process", unit="half round", rounds=12)
-    parser.add_argument("--shares", default="0.8,0.4", help="of a core for each process (default: %(default)s)")
+    parser.add_argument("--shares", default="0.5,0.25", help="of a core for each process (default: %(default)s)")
     parser.add_argument("--name", default="rank_speeds_box", help="of the file in results/ (default: %(default)s)")
     box.add_arguments(parser)
     parser.set_defaults(processes=RANKS)

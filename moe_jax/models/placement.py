@@ -88,7 +88,8 @@ def slots_of_pairs(
         all_E = upto_S[first_E + copies_E - 1] - before_E
         # multiples of the golden ratio, modulo 1, are spread evenly however many of them there are
         place_T1 = (token_T1.astype(jnp.uint32) * jnp.uint32(_GOLDEN)).astype(jnp.float32) / 2.0**32
-        copy_Tk = jnp.searchsorted(upto_S, before_E[chosen_Tk] + place_T1 * all_E[chosen_Tk], side="right")
+        place_Tk = before_E[chosen_Tk] + place_T1 * all_E[chosen_Tk]
+        copy_Tk = jnp.searchsorted(upto_S, place_Tk, side="right", method="scan_unrolled")  # no loop in the program
         copy_Tk = jnp.clip(copy_Tk - first_E[chosen_Tk], 0, copies_E[chosen_Tk] - 1)
     slot_Tk = slot_S[first_E[chosen_Tk] + copy_Tk]
     return jnp.where(expert_Tk < experts, slot_Tk, len(expert_S))
