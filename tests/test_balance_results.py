@@ -89,3 +89,21 @@ def test_steps_get_faster_after_a_migration_as_predicted() -> None:
         f"{measured['median']:.2f} ({measured['first_quartile']:.2f}–{measured['third_quartile']:.2f}) × the speed",
         f"{predicted['median']:.2f} ({predicted['first_quartile']:.2f}–{predicted['third_quartile']:.2f}) ×",
     ]
+
+
+def test_uneven_shares_speed_up_steps_as_planned() -> None:
+    """Two processes in one box, one of which has half of the other's CPU time; a twentieth is what rounds differ by."""
+    found = result("rank_speeds_box")
+    ratio, step_s, planned_s = found["uneven_over_equal"], found["step_s"], found["step_s_planned"]
+    assert ratio["third_quartile"] < 0.9
+    assert ratio["median"] == pytest.approx(found["uneven_over_equal_planned"], rel=0.05)
+    fast, slow = (f"{rate['median']:.1f}" for rate in found["matrix_gflops"])
+    table = rows("migration")
+    assert table["rate of matrix products"] == [f"{fast} and {slow} GFLOP/s", "as measured"]
+    for name, experts in (("equal", (8, 8)), ("uneven", found["experts_of_ranks"])):
+        row = table["step with {} and {} experts".format(*experts)]
+        assert row == [f"{step_s[name]['median']:.2f} s", f"{planned_s[name]:.2f} s"]
+    spread = f"{ratio['first_quartile']:.2f}–{ratio['third_quartile']:.2f}"
+    planned = f"{found['uneven_over_equal_planned']:.2f}"
+    assert table["uneven / equal shares"] == [f"{ratio['median']:.2f} ({spread})", planned]
+    assert found["shares"] == [0.5, 0.25]

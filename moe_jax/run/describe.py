@@ -17,6 +17,7 @@ from moe_jax.measure.trace import FOLDER
 from moe_jax.models.transformer import ComputeConfig, capability_of
 from moe_jax.parallel.mesh import Axis
 from moe_jax.plan.activation_memory import fuses_if_unrolled, longest_loop
+from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.memory import StepMemory, step_memory
 from moe_jax.plan.plan_text import size
 from moe_jax.plan.rank_speeds import first_counts
@@ -52,7 +53,7 @@ def describe(run: Run) -> dict[str, str]:
         | attention_text(config, run.trainer.mesh)
         | loop_text(config, run.trainer.mesh)
         | router_text(config)
-        | _shares(run)
+        | shares_text(config, run.cluster)
         | unused(config)
         | ({"pipeline": pipeline_text(table)} if table else {})
         | _tuning(run)
@@ -86,13 +87,20 @@ def dry_run(config: Config) -> dict[str, str]:
     }
 
 
-def _shares(run: Run) -> dict[str, str]:
-    """How many experts each rank holds before any load is known, if ranks have different speeds."""
-    config = run.config
-    if config.rank_speeds is None:
-        return {}
-    counts = ", ".join(map(str, first_counts(config, config.rank_speeds)))
-    return {"experts": f"{counts} of a block on the expert ranks at first, by migration.rank_speeds"}
+def shares_text(config: Config, cluster: Cluster | None) -> dict[str, str]:
+    """How many experts each rank holds before any load is known, if ranks have different speeds.
+
+    `cluster` is the one by which migration is priced.
+    """
+    if config.rank_speeds is not None:
+        counts = ", ".join(map(str, first_counts(config, config.rank_speeds)))
+        return {"experts": f"{counts} of a block on the expert ranks at first, by migration.rank_speeds"}
+    if config.migration.rank_speeds is None and cluster is not None and cluster.speeds:
+        return {
+            "experts": f"equally many on all ranks, although devices of plan.cluster={config.plan.cluster} have "
+            "different speeds: python -m moe_jax.plan gives migration.rank_speeds"
+        }
+    return {}
 
 
 def loop_text(config: Config, mesh: jax.sharding.Mesh) -> dict[str, str]:

@@ -40,6 +40,7 @@ def _largest(loads: dict[str, list[float]], of: slice) -> float:
     return max(max(load) for load in list(loads.values())[of])
 
 
+_speeds = result("rank_speeds_box")
 _before, _after = ([run[which] for run in _moved_box["rank_load_max_over_mean"]] for which in (0, 1))
 
 ON_CPUS = {
@@ -87,6 +88,10 @@ ON_CPUS = {
     "a step after a migration": (
         f"{max(_before):.2f} {max(_after):.2f} {_moved_box['speedup']['median']:.2f} "
         f"{_moved_box['speedup_predicted']['median']:.2f}"
+    ),
+    "experts instead of": (
+        f"{_speeds['experts_of_ranks'][0]} {_speeds['experts_of_ranks'][1]} 8 8 "
+        f"{_speeds['uneven_over_equal']['median']:.2f} {_speeds['uneven_over_equal_planned']:.2f}"
     ),
     "4 × a rank's mean load": (
         f"4 {_largest(_copies['rank_load_max_over_mean']['migration'], slice(2, None)):.1f} "

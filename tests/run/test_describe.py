@@ -5,14 +5,15 @@ import dataclasses
 import jax
 import pytest
 
-from moe_jax.config import DataConfig, MambaConfig, OptimizerConfig, TrainConfig
+from moe_jax.config import DataConfig, MambaConfig, MigrationConfig, OptimizerConfig, TrainConfig
 from moe_jax.config.attention_kernels import HOPPER
 from moe_jax.config.sections import DataSource
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.mesh import make_mesh
+from moe_jax.plan.clusters import find_cluster
 from moe_jax.plan.memory import step_memory
 from moe_jax.run import describe
-from moe_jax.run.describe import attention_text, blocks_text, loop_text, pipeline_text, router_text, unused
+from moe_jax.run.describe import attention_text, blocks_text, loop_text, pipeline_text, router_text, shares_text, unused
 from moe_jax.schedule.pipelines.build import make_table
 from tests.small import small_config
 
@@ -49,6 +50,15 @@ def test_a_router_that_the_loss_does_not_teach_is_reported() -> None:
 
 def test_a_router_that_chooses_whatever_the_tokens_is_reported() -> None:
     assert router_text(small_config(1, 1, gate="balanced"))["router"].endswith("for measuring speed, not for a model")
+
+
+def test_ranks_of_different_speed_are_reported() -> None:
+    slow = dataclasses.replace(find_cluster("cpux2"), speeds=((1, 1.0), (1, 0.5)))
+    config = small_config(1, 2, capacity_factor=None)
+    assert shares_text(config, None) == {}
+    for speeds, words in (((1.0, 0.5), "6, 2 of a block on the expert ranks at first"), (None, "equally many")):
+        migration = MigrationConfig(enabled=True, replicas=2, rank_speeds=speeds)
+        assert shares_text(dataclasses.replace(config, migration=migration), slow)["experts"].startswith(words)
 
 
 def test_attention_without_a_fused_kernel_gives_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
