@@ -104,6 +104,7 @@ class ReductionFacts(Facts):
     in_background: bool = False  # as for an exchange
     only_starts: bool = False  # as for an exchange: the file has the functions that start and finish
     one_scatter: bool = False  # `scatter` is a single reduce-scatter; on TPUs its input is padded to whole tiles
+    any_shape: bool = False  # `reduce` takes arrays of any shape; others get flat vectors
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,31 +25,66 @@ class Bucket(NamedTuple):
 
 
 def split_into_buckets(
-    group_sizes: Sequence[int], bucket_cap_mb: float | None, item_bytes: int | Sequence[int] = 4
+    group_sizes: Sequence[int],
+    bucket_cap_mb: float | None,
+    item_bytes: int | Sequence[int] = 4,
+    slices: Sequence[Sequence[int]] | None = None,
 ) -> tuple[Bucket, ...]:
     """Split groups of gradients into buckets of at most `bucket_cap_mb` MB (10⁶ bytes; None: no limit).
 
-    Buckets of a group are as equal as whole elements allow. `group_sizes` are counts of elements. The gradients of a
+    Buckets of a group are as equal as whole slices allow. `group_sizes` are counts of elements. The gradients of a
     group are summed over the same devices, and a bucket never spans two groups. Part c of an owner's reductions is
-    bucket c. `item_bytes` is the size of an element, one number for all groups or one for each.
+    bucket c. `item_bytes` is the size of an element, one number for all groups or one for each. `slices` are the
+    elements of an array's slices for each group, from coarse to fine, as experts and rows: a bucket has whole slices of
+    the coarsest kind that fits into it, and all of its finer slices are in the same coarser one. The default, and what
+    is left if none fits, are single elements.
 
     Raises ConfigError for more than `MAX_BUCKETS` of a group.
     """
     each = [item_bytes] * len(group_sizes) if isinstance(item_bytes, int) else item_bytes
+    kinds = slices or [()] * len(group_sizes)
     chunks = []
-    for group, (size, num_bytes) in enumerate(zip(group_sizes, each, strict=True)):
-        limit = math.inf if bucket_cap_mb is None else max(1, int(bucket_cap_mb * 1e6 / num_bytes))
-        count = math.ceil(size / limit) or (1 if size else 0)
+    for group, (size, num_bytes, kind) in enumerate(zip(group_sizes, each, kinds, strict=True)):
+        bounds = _bounds(size, elements_of(bucket_cap_mb, num_bytes, size), kind)
+        count = len(bounds) - 1
         if count > MAX_BUCKETS:
-            least = (math.ceil(size / MAX_BUCKETS) * num_bytes // 100 + 1) / 1e4
             raise ConfigError(
                 f"schedule.bucket_cap_mb={bucket_cap_mb} splits {size * num_bytes / 1e6:.3g} MB of gradients, which "
-                f"are summed over the same devices, into {count} buckets, more than {MAX_BUCKETS}: use {least} or "
-                "more, or null"
+                f"are summed over the same devices, into {count} buckets, more than {MAX_BUCKETS}: use "
+                f"{_least_cap_mb(size, num_bytes, kind)} or more, or null"
             )
-        bounds = [size * i // count for i in range(count + 1)] if count else []
         chunks += [Bucket(group, start, stop) for start, stop in pairwise(bounds)]
     return tuple(chunks)
+
+
+def elements_of(bucket_cap_mb: float | None, item_bytes: int, size: int) -> int:
+    """The most elements of a bucket of a group of `size`."""
+    return size if bucket_cap_mb is None else max(1, int(min(bucket_cap_mb * 1e6 / item_bytes, size)))
+
+
+def _bounds(size: int, limit: int, slices: Sequence[int]) -> list[int]:
+    """Where the buckets of a group start, and its size."""
+    if not size:
+        return []
+    around = size
+    for each in slices:
+        if each <= limit:
+            break
+        around = each
+    else:
+        each = 1
+    number = math.ceil(around / each)
+    count = math.ceil(number / min(limit // each, number))
+    starts = [each * (number * i // count) for i in range(count)]
+    return [first + start for first in range(0, size, around) for start in starts] + [size]
+
+
+def _least_cap_mb(size: int, item_bytes: int, slices: Sequence[int]) -> float:
+    """A limit near the smallest that gives a group no more than `MAX_BUCKETS`, in MB."""
+    elements = math.ceil(size / MAX_BUCKETS)
+    while len(_bounds(size, elements, slices)) > MAX_BUCKETS + 1:
+        elements += math.ceil(elements / 64)
+    return (elements * item_bytes // 100 + 1) / 1e4
 
 
 def by_readiness(compute: Sequence[int], shape: StepShape, tasks: NumberedTasks) -> list[int]:

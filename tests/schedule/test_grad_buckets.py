@@ -13,6 +13,20 @@ from moe_jax.schedule.grad_buckets import MAX_BUCKETS, exchanges_first, split_in
 from tests.schedule.steps import MIXED, POLICIES, random_costs, random_step
 
 
+@pytest.mark.parametrize("limit", [1, 7, 12, 24, 60, 61, 120, 480, 10_000])
+def test_buckets_have_whole_slices(limit):
+    """Sixteen matrices of 12 rows of 5 numbers: whole matrices, or whole rows of one, or single numbers."""
+    buckets = split_into_buckets((960,), (limit + 0.5) * 4e-6, slices=((60, 5),))
+    assert [bucket.start for bucket in buckets[1:]] == [bucket.stop for bucket in buckets[:-1]]
+    assert (buckets[0].start, buckets[-1].stop) == (0, 960)
+    unit = 60 if limit >= 60 else 5 if limit >= 5 else 1
+    for bucket in buckets:
+        assert bucket.start % unit == 0
+        assert 0 < bucket.stop - bucket.start <= limit
+        if unit < 60:
+            assert bucket.start // 60 == (bucket.stop - 1) // 60
+
+
 @pytest.mark.parametrize("bucket_cap_mb", [None, 0.001, 0.01, 0.0123, 5.0])
 def test_chunks_cover_every_element_once_and_stay_below_the_limit(bucket_cap_mb):
     sizes = (12_345, 0, 1, 100_000)

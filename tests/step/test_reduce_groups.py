@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from moe_jax.parallel.mesh import Axis
-from moe_jax.parallel.zero import unsharded_specs
+from moe_jax.parallel.zero import ShardSpec, shard_specs_of, unsharded_specs
 from moe_jax.step.scheduled.reduce_groups import Reduction
 
 # Per device. Two large matrices, one of them an expert's; small gradients of both kinds.
@@ -53,9 +53,9 @@ every_limit = pytest.mark.parametrize("bucket_cap_mb", [None, 0.5, 1.234, 50.0])
 @every_limit
 def test_chunks_cover_every_vector_once_and_in_order(mesh, bucket_cap_mb):
     reduction = reduction_of(mesh, bucket_cap_mb)
-    vectors = reduction.flatten(gradients())
-    chunks = [reduction.take(vectors, number) for number in range(len(reduction.chunks))]
-    np.testing.assert_array_equal(np.concatenate(chunks), np.concatenate(vectors))
+    vectors = reduction.vectors_of(gradients())
+    chunks = [reduction.take(vectors, number)[0].ravel() for number in range(len(reduction.chunks))]
+    np.testing.assert_array_equal(np.concatenate(chunks), np.concatenate([vector.ravel() for vector in vectors]))
     if bucket_cap_mb is not None:
         assert max(chunk.nbytes for chunk in chunks) <= bucket_cap_mb * 1e6
 
@@ -65,8 +65,8 @@ def test_chunks_cover_every_vector_once_and_in_order(mesh, bucket_cap_mb):
 def test_each_shared_gradient_takes_the_sum_of_its_own_elements(mesh, bucket_cap_mb):
     """Sums that are 3 times the gradient: they come back in place, and what no other device shares stays as it is."""
     reduction, grads = reduction_of(mesh, bucket_cap_mb), gradients()
-    vectors = reduction.flatten(grads)
-    sums = [3 * reduction.take(vectors, number) for number in range(len(reduction.chunks))]
+    vectors = reduction.vectors_of(grads)
+    sums = [3 * reduction.take(vectors, number)[0] for number in range(len(reduction.chunks))]
     restored = reduction.restore(grads, sums)
     expert_factor = 3 if mesh["data"] > 1 else 1
     for name, grad in grads.items():
@@ -84,6 +84,56 @@ def test_every_chunk_is_summed_over_the_axes_that_its_gradients_are_whole_on(mes
         assert set(axes_of.get(number, ())) == whole_on, jax.tree.leaves(grads)[number].shape
     for number, chunk in enumerate(reduction.chunks):
         assert reduction.over(number) == reduction.vectors[chunk.group].over
+
+
+@pytest.mark.parametrize("mesh", [MESHES["data 8"], MESHES["2 × 4"]], ids=["data 8", "2 × 4"])
+@pytest.mark.parametrize("bucket_cap_mb", [None, 0.02, 0.07, 0.5, 2.6, 10.0, 50.0])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_each_rank_gets_its_own_shard_of_the_sum(mesh, bucket_cap_mb, dim):
+    """Each rank's part of 3 times every chunk: together they are its shards of 3 times the gradients."""
+    sizes = {"data": 1, "expert": 1, "tensor": 1, "context": 1} | mesh
+    shape = tuple(64 if place == dim else size for place, size in enumerate((24, 40, 256)))
+    grads = {"large": jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape), "norm": jnp.arange(64.0)}
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), grads)
+    specs = jax.tree.map(lambda _: PartitionSpec(), shapes)
+    shard_specs = shard_specs_of(shapes, specs, sizes)
+    shard_specs["large"] = ShardSpec(dim, shard_specs["norm"].axes)
+    reduction = Reduction.of(shapes, specs, shard_specs, sizes, bucket_cap_mb)
+    vectors = reduction.vectors_of(grads)
+    for rank in range(8):
+
+        def part(chunk: int, rank: int = rank) -> jax.Array:
+            x, spec = reduction.take(vectors, chunk)
+            if bucket_cap_mb is not None:
+                assert x.nbytes <= bucket_cap_mb * 1e6
+            return 3 * (x[rank] if spec is None else own_shard(x, spec.dim, rank))
+
+        restored = reduction.restore(grads, [part(chunk) for chunk in range(len(reduction.chunks))])
+        np.testing.assert_array_equal(restored["large"], 3 * own_shard(grads["large"], dim, rank))
+        np.testing.assert_array_equal(restored["norm"], 3 * own_shard(grads["norm"], 0, rank))
+
+
+def own_shard(x: jax.Array, dim: int, rank: int) -> jax.Array:
+    return jnp.split(x, 8, dim)[rank]
+
+
+@pytest.mark.parametrize(
+    ("dim", "bucket_cap_mb", "taken"),
+    [
+        (1, None, (96, 64, 256)),  # the whole gradient as it is
+        (1, 0.6, (8, 64, 256)),  # whole indices of the first dimension
+        (1, 0.04, (8, 4, 256)),  # rows of one of them: [ranks, rows, columns]
+        (0, 0.3, (8, 32, 256)),  # rows of each rank's part
+    ],
+)
+def test_a_large_gradient_keeps_its_shape(dim, bucket_cap_mb, taken):
+    """Flat vectors would cost compilers of TPUs two copies of each chunk, and padding."""
+    shapes = {"up": jax.ShapeDtypeStruct((96, 64, 256), jnp.float32)}
+    specs, sizes = {"up": PartitionSpec()}, {"data": 8, "expert": 1, "tensor": 1, "context": 1}
+    reduction = Reduction.of(shapes, specs, {"up": ShardSpec(dim, (Axis.DATA,))}, sizes, bucket_cap_mb)
+    x, spec = reduction.take(reduction.vectors_of({"up": jnp.zeros((96, 64, 256))}), 0)
+    assert x.shape == taken
+    assert spec is not None
 
 
 def test_a_single_device_sums_nothing():

@@ -1,9 +1,10 @@
-"""Implementations of the sum of a flat vector over the ranks of mesh axes: one file each, one signature.
+"""Implementations of the sum of a vector over the ranks of mesh axes: one file each, one signature.
 
 Each gives the same bits on every rank; results of different implementations differ by rounding. The `SCATTERS` of the
 same names take one vector per rank, and return to each rank the sum of its own. XLA:TPU rewrites reduce-scatters into
 all-reduces if they are over several axes at once, or if their rows are not whole tiles. `tiled_scatter` takes their
-place there, over one axis after another; as many bytes travel as in one reduce-scatter over all axes.
+place there, over one axis after another; as many bytes travel as in one reduce-scatter over all axes. `sum_in_shape`
+and `scatter_in_shape` are the same for arrays that are not flat vectors.
 
 P ranks, m numbers for each.
 """
@@ -17,6 +18,7 @@ from jaxtyping import Array, Num
 
 from moe_jax.config import registry
 from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.zero import ShardSpec, ranks_of
 
 _LANES, _TILE = 128, 8 * 128
 
@@ -62,3 +64,31 @@ _ON_TPU = _blocking(tiled_scatter)
 def scatter_of(name: str, platform: str) -> ReduceImpl:
     """Return the implementation of `SCATTERS` that the compiler of a platform keeps as a reduce-scatter."""
     return _ON_TPU if platform == "tpu" and registry.REDUCTION_FACTS[name].one_scatter else SCATTERS[name]
+
+
+def sum_in_shape(name: str) -> ReduceImpl:
+    """Return the implementation of `REDUCTIONS` for arrays of any shape."""
+    impl = REDUCTIONS[name]
+    if registry.REDUCTION_FACTS[name].any_shape:
+        return impl
+
+    def start(x: jax.Array, axes: tuple[Axis, ...]) -> tuple[Any, ...]:
+        return x.shape, *impl.start(x.ravel(), axes)
+
+    return ReduceImpl(start, lambda started: impl.finish(started[1:]).reshape(started[0]), impl.only_starts)
+
+
+def scatter_in_shape(name: str, platform: str, spec: ShardSpec) -> ReduceImpl:
+    """Return the implementation of `SCATTERS` for arrays that `spec` shards.
+
+    XLA:TPU keeps its reduce-scatters if the shards are whole tiles.
+    """
+    if registry.REDUCTION_FACTS[name].one_scatter:
+        return _blocking(lambda x, _: spec.reduce_scatter(x, platform))
+    impl = SCATTERS[name]
+
+    def start(x: jax.Array, axes: tuple[Axis, ...]) -> tuple[Any, ...]:
+        ranks = ranks_of(axes)
+        return spec.shape(x.shape, ranks), *impl.start(spec.by_rank(x, ranks), axes)
+
+    return ReduceImpl(start, lambda started: impl.finish(started[1:]).reshape(started[0]), impl.only_starts)

@@ -10,12 +10,12 @@ from moe_jax.config.facts import ReductionFacts
 from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.reductions import scatter_gather
 
-FACTS = ReductionFacts(listed=0, one_scatter=True)
+FACTS = ReductionFacts(listed=0, one_scatter=True, any_shape=True)
 
 
-def reduce(x_n: Num[Array, " n"], axes: tuple[Axis, ...]) -> Num[Array, " n"]:
-    """Return the sum of `x_n` over all ranks of `axes`, on each of them."""
-    return jax.lax.psum(x_n, axes)
+def reduce(x: Num[Array, "..."], axes: tuple[Axis, ...]) -> Num[Array, "..."]:
+    """Return the sum of `x` over all ranks of `axes`, on each of them."""
+    return jax.lax.psum(x, axes)
 
 
 def scatter(x_Pm: Num[Array, "P m"], axes: tuple[Axis, ...]) -> Num[Array, " m"]:

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 
 from moe_jax.models.moe import RouterStats, balance_shares
 from moe_jax.parallel.mesh import TOKEN_AXES, Axis
-from moe_jax.parallel.reductions import REDUCTIONS, ReduceImpl, scatter_of
+from moe_jax.parallel.reductions import REDUCTIONS, ReduceImpl, scatter_in_shape, scatter_of, sum_in_shape
 from moe_jax.parallel.trees import Tree
+from moe_jax.parallel.zero import ShardSpec
 from moe_jax.schedule.actions import NO_BLOCK, Action
 from moe_jax.step.scheduled.executor import Tasks
 from moe_jax.step.scheduled.reduce_groups import ReduceGroup, Reduction
@@ -39,8 +40,7 @@ class GradientReducer:
         self.loop_gradients: dict[int, Tree] = {}  # gradients of owners whose tasks ran in another scan iteration
         self.loop_stats: dict[int, RouterStats] = {}  # statistics of all blocks of a scan, by its first block
         self.vectors: dict[int, list[jax.Array]] = {}
-        name = tasks.dims.config.exchange.reduction
-        self.impl, self.scatter = REDUCTIONS[name], scatter_of(name, tasks.dims.compute.platform)
+        self.name = tasks.dims.config.exchange.reduction
         self.in_flight: dict[int, list[StartedSum]] = {}
         self.counts: StartedSum | None = None  # token counts of all routers, in flight
 
@@ -52,22 +52,25 @@ class GradientReducer:
         owner = {"embed": 0, "head": len(self.reductions) - 1}.get(action.op, action.block + 1)
         reduction = self.reductions[owner]
         if owner not in self.vectors:
-            self.vectors[owner] = reduction.flatten(self.own(owner))
-        chunk = reduction.take(self.vectors[owner], action.part)
-        self.in_flight.setdefault(owner, []).append(self._chunk(chunk, reduction.over(action.part)))
+            self.vectors[owner] = reduction.vectors_of(self.own(owner))
+        chunk, spec = reduction.take(self.vectors[owner], action.part)
+        self.in_flight.setdefault(owner, []).append(self._chunk(chunk, spec, reduction.over(action.part)))
 
-    def _chunk(self, x: jax.Array, over: ReduceGroup) -> StartedSum:
+    def _chunk(self, x: jax.Array, spec: ShardSpec | None, over: ReduceGroup) -> StartedSum:
+        whole, platform = sum_in_shape(self.name), self.tasks.dims.compute.platform
         if not over.scattered:
-            return self._started(self.impl, x, over.others)
-        scattered = self._started(self.scatter, x, over.scattered)
+            return self._started(whole, x, over.others)
+        scatter = scatter_of(self.name, platform) if spec is None else scatter_in_shape(self.name, platform, spec)
+        scattered = self._started(scatter, x, over.scattered)
         if not over.others:
             return scattered
-        return self._started(self.impl, self.scatter.finish(scattered.in_flight), over.others)
+        return self._started(whole, scatter.finish(scattered.in_flight), over.others)
 
     def _count(self) -> None:
         stats = self.stats()
         assert stats is not None  # the shape has no counts without routers
-        impl = self.impl if self.impl.only_starts else REDUCTIONS["all_reduce"]  # the others are for large arrays
+        impl = REDUCTIONS[self.name]
+        impl = impl if impl.only_starts else REDUCTIONS["all_reduce"]  # the others are for large arrays
         count_n = stats.count_E.ravel()
         if self.tasks.dims.compute.platform == "tpu":
             # a small sum is synchronous there: issued in order, it would end the overlap of the exchange before it
