@@ -155,7 +155,7 @@ class Reduction:
             if vector.shard:
                 leaves[vector.leaves[0]] = _joined(parts, vector.shard)
                 continue
-            flat, start = _joined([part.ravel() for part in parts], (-1,)), 0
+            flat, start = _joined(parts, (sum(part.size for part in parts),)), 0
             for number in vector.leaves:
                 shape = self.shard_specs[number].shape(leaves[number].shape, vector.ranks)
                 stop = start + math.prod(shape)
@@ -169,16 +169,15 @@ def _slice(
 ) -> tuple[Num[Array, "..."], ShardSpec]:
     """The elements [start, stop) of each rank's part of a gradient: whole indices of its first dimension, or rows."""
     assert vector.shard is not None
-    of_first, size = math.prod(vector.shard[1:]), math.prod(vector.shard)
+    of_first, columns = math.prod(vector.shard[1:]), vector.shard[-1]
     by_first = not spec.axes or spec.dim > 0
-    if stop - start == size:
-        return x, spec
-    if by_first and start % of_first == 0 and stop % of_first == 0:
+    if by_first and stop - start > of_first:
         return jax.lax.slice_in_dim(x, start // of_first, stop // of_first), spec
-    if by_first:  # rows at one index
+    if by_first:  # without that dimension: XLA:TPU makes an all-reduce of a reduce-scatter if its size is 1
         first = start // of_first
         x, spec, start, stop = x[first], spec.unstacked(), start - first * of_first, stop - first * of_first
-    columns = vector.shard[-1]
+    if stop - start == x.size // vector.ranks:
+        return x, spec
     rows = spec.by_rank(x, vector.ranks).reshape(*([vector.ranks] if spec.axes else []), -1, columns)
     part = jax.lax.slice_in_dim(rows, start // columns, stop // columns, axis=rows.ndim - 2)
     return part, replace(spec, dim=0)
@@ -188,6 +187,6 @@ def _joined(parts: Sequence[jax.Array], shape: tuple[int, ...]) -> jax.Array:
     """Chunks in order as one array of this shape."""
     if len(parts) == 1:
         return parts[0].reshape(shape)
-    if all(part.shape[1:] == shape[1:] for part in parts):
-        return jnp.concatenate(parts).reshape(shape)
-    return jnp.concatenate([part.reshape(-1, shape[-1]) for part in parts]).reshape(shape)
+    of_first = math.prod(shape[1:])
+    slices = shape[1:] if all(part.size % of_first == 0 for part in parts) else shape[-1:]
+    return jnp.concatenate([part.reshape(-1, *slices) for part in parts]).reshape(shape)
