@@ -3,6 +3,7 @@
 Written from the definitions and sharing no code with the package but the config and the parameter tree.
 """
 
+import dataclasses
 import functools
 import math
 from fractions import Fraction
@@ -34,6 +35,15 @@ of_sequences = jax.custom_vjp(_of_sequences, nondiff_argnums=(0, 3, 4))
 of_sequences.defvjp(
     lambda function, p, x_BND, model, block: (_of_sequences(function, p, x_BND, model, block), (p, x_BND)), _back
 )
+
+
+@functools.cache
+def attention_alone(model: ModelConfig) -> ModelConfig:
+    """With the usual values of what attention does not read: models that differ in these alone share a program."""
+    usual, unread = ModelConfig(), ("vocab_size", "num_layers", "num_nextn_predict_layers", "intermediate_size")
+    unread += ("activation", "tie_word_embeddings", "head_bias", "logits_scaling", "moe")
+    unread += ("embedding_multiplier", "residual_multiplier")
+    return dataclasses.replace(model, **{name: getattr(usual, name) for name in unread})
 
 
 class Text(NamedTuple):
@@ -452,7 +462,7 @@ def objective(
 
         def each(function, x, p=p, view=view):
             def run(x_BND):
-                return of_sequences(function, p["attention"], x_BND, model, view)
+                return of_sequences(function, p["attention"], x_BND, attention_alone(model), view)
 
             return run(x) if end_of_text is None else by_document(run, x, token_BN1, end_of_text)
 

@@ -125,11 +125,13 @@ class Checkpoints:
         except Exception as error:
             problem = problem or error
         if not any(allgather(problem is not None)):
+            if self._final_error:
+                self._delete_unfinished()
             self._final_error = ""
             self._delete_old()
             return
         self._close()
-        self._manager = self._new_manager()  # it removes the files of the failed save
+        self._manager = self._new_manager()  # once the files of the failed save are deleted
         if is_full_disk(problem):
             self._report_failure(step, "no room on the disk", "free some space")
         elif isinstance(problem, DamagedError):
@@ -142,6 +144,14 @@ class Checkpoints:
             quarantine(self._run, step, reason)
         except CheckpointError as error:
             self._log.warn(str(error))
+
+    def _delete_unfinished(self) -> None:
+        """Delete what threads wrote for the save before this one after it had failed."""
+        if is_main_process():
+            try:
+                self._storage.delete_unfinished()
+            except OSError as error:
+                self._log.warn(f"remains of a failed save in {self._run} stay ({error.strerror})")
 
     def _delete_old(self) -> None:
         """Delete all but the newest checkpoints, once these have been read back.
@@ -215,7 +225,6 @@ class Checkpoints:
         handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=_SHARED_BYTES)
         ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
         options = ocp.CheckpointManagerOptions(
-            cleanup_tmp_directories=True,
             lightweight_initialize=True,  # otherwise orbax reads files in damaged folders
             async_options=ocp.AsyncOptions(barrier_sync_fn=self._barrier),
         )

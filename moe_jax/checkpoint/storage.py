@@ -6,6 +6,7 @@ object, the commit mark, is there.
 
 import errno
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +19,9 @@ from moe_jax.files.object_store import ObjectFolder, StoreError
 from moe_jax.files.untrusted import MOST_BYTES, read_bytes
 
 COMMITTED = "_CHECKPOINT_METADATA"  # of each step, written last; orbax's name for it
+_UNFINISHED = "*.orbax-checkpoint-tmp*"  # folders on disk that orbax writes, and renames once they are complete
 _AT_A_TIME = 8  # objects that are copied
+_WAITS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # seconds for writes of a failed save to end
 
 
 @final
@@ -74,8 +77,10 @@ class BucketStorage:
         return str(self.folder / target)
 
     def prepare(self) -> None:
-        """Delete the remains of saves that did not end."""
         self.folder.check(writes=True)
+        self.delete_unfinished()
+
+    def delete_unfinished(self) -> None:
         committed = set(self.folders())
         steps = {name.partition("/")[0] for name in self.folder.names()}
         for step in sorted(each for each in steps - committed if each.isdecimal()):
@@ -141,6 +146,19 @@ class DiskStorage:
     def prepare(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         check_writable(self.folder / "test")
+        self.delete_unfinished()
+
+    def delete_unfinished(self) -> None:
+        """Try several times: threads that still write for a failed save add files meanwhile."""
+        for folder in self.folder.glob(_UNFINISHED):
+            for wait in _WAITS:
+                with suppress(OSError):
+                    shutil.rmtree(folder)
+                if not folder.exists():
+                    break
+                time.sleep(wait)
+            else:
+                shutil.rmtree(folder)
 
     def is_there(self) -> bool:
         return self.folder.is_dir()
@@ -177,7 +195,13 @@ class Storage(Protocol):
         """Move a step's folder, add a file with the reason, and return its new path. Raises OSError."""
 
     def prepare(self) -> None:
-        """Make the folder, if it is missing, and raise OSError if it cannot be written."""
+        """Make the folder, if it is missing, and delete the remains of saves that did not end.
+
+        Raises OSError if it cannot be written.
+        """
+
+    def delete_unfinished(self) -> None:
+        """Delete the remains of saves that did not end, while none is in progress. Raises OSError."""
 
     def is_there(self) -> bool:
         """Whether the folder exists, or need not exist."""

@@ -1,5 +1,6 @@
 """Checkpoints cannot lie: what is restored is what was saved, or the one before is."""
 
+import errno
 import json
 import random
 import resource
@@ -22,6 +23,7 @@ from moe_jax.checkpoint.arrays import read_arrays
 from moe_jax.checkpoint.checksums import digest_program
 from moe_jax.checkpoint.files import check_files, newest_checkpoint
 from moe_jax.checkpoint.save import Checkpoints
+from moe_jax.checkpoint.storage import storage_of
 from moe_jax.errors import CheckpointError, ConfigError
 from moe_jax.telemetry.run_log import RunLog, read_metrics
 
@@ -173,6 +175,25 @@ def test_a_save_that_fails_is_reported_and_the_next_one_tried(
     ):
         save(checkpoints, 5, 4000)
     assert newest_checkpoint(tmp_path) == 4
+
+
+def test_remains_of_a_save_are_deleted_though_threads_still_write_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remains, delete, tries = tmp_path / "checkpoints" / "3.orbax-checkpoint-tmp", shutil.rmtree, []
+    (remains / "state").mkdir(parents=True)
+
+    def delete_most(folder: Path) -> None:
+        delete(folder / "state", ignore_errors=True)
+        tries.append(folder)
+        if len(tries) < 3:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+        delete(folder)
+
+    monkeypatch.setattr(shutil, "rmtree", delete_most)
+    storage_of(tmp_path).prepare()
+    assert tries == 3 * [remains]
+    assert not remains.exists()
 
 
 def saving(folder: Path, keep: int = 2, start_step: int = 0) -> tuple[RunLog, Checkpoints]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.models import grouped_hopper
+from moe_jax.models import hopper_kernels
 from moe_jax.models.grouped_hopper import Blocks, hopper, hopper_dgrad, hopper_wgrad
 
 D, F = 256, 384
@@ -29,7 +29,7 @@ transposed = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(grouped_hopper, "_MULTIPROCESSORS", 3)
+    monkeypatch.setattr(hopper_kernels, "_MULTIPROCESSORS", 3)
     with interpreter.force_gpu_interpret_mode():
         yield
 
