@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from moe_jax.config import Config
-from moe_jax.config.layer_layout import GroupBlock
+from moe_jax.config.layer_layout import GroupBlock, Stages
 from moe_jax.config.registry import POLICY_FACTS
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.estimate import update_seconds
@@ -48,19 +48,36 @@ def least_step_s(config: Config, cluster: Cluster) -> float:
 
 def least_work_s(config: Config, cluster: Cluster, most_parts: int) -> float:
     """Seconds that the config's compute and exchanges take at least, in as many parts of the batch or up to
-    `most_parts`, and until all pipeline stages have something to do.
+    `most_parts`: on the average stage or the one with most work, and until the other stages have something to do.
 
     Neither sends, sums of gradients nor the update count, so that the bound holds for all ways to overlap and to save
     memory.
     """
     if _is_measured(config, cluster):
         return 0.0
-    blocks, kinds = _BlockTimes(Step(config, cluster)), config.model.block_kinds
-    work_s, stages, order = blocks.work_s(kinds), config.mesh.pipeline, config.schedule
-    passes = order.virtual_stages * most_parts  # of a stage
+    blocks, order = _BlockTimes(Step(config, cluster)), config.schedule
+    stages = _blocks_of_stages(config)
+    work_s = [blocks.work_s(kinds, ends) for kinds, ends in stages]
     # the first pass goes through all stages, and so does the last; passes of weight gradients may run meanwhile
-    waits_s = 0.0 if order.pipeline_facts.split_weight_grad else blocks.compute_s(kinds, "FB") * (stages - 1) / passes
-    return (1 - _SLACK) ** 2 * config.train.grad_accumulation * (work_s + waits_s) / stages
+    waits = not order.pipeline_facts.split_weight_grad
+    passes_s = [waits * blocks.compute_s(kinds, "FB") / (order.virtual_stages * most_parts) for kinds, _ in stages]
+    longest_s = sum(work_s) / len(stages) + sum(passes_s) * (len(stages) - 1) / len(stages)
+    for stage, own_s in enumerate(work_s):
+        below_s = sum(passes_s[:stage]) if order.virtual_stages == 1 else 0.0
+        longest_s = max(longest_s, own_s + below_s)
+    return (1 - _SLACK) ** 2 * config.train.grad_accumulation * longest_s
+
+
+def _blocks_of_stages(config: Config) -> list[tuple[list[str], list[str]]]:
+    """The kinds of the blocks of every pipeline stage, with the ends of the model that it has."""
+    stages = Stages.of(config)
+    found: list[tuple[list[str], list[str]]] = [([], []) for _ in range(stages.stages)]
+    for number, group in enumerate(stages.groups):
+        found[number % stages.stages][0].extend(block.kind for block in group)
+    found[-1][0].extend(block.kind for block in stages.mtp)
+    for stage, end in zip((0, -1), _ENDS, strict=True):
+        found[stage][1].append(end)
+    return found
 
 
 def _is_measured(config: Config, cluster: Cluster) -> bool:
@@ -126,9 +143,9 @@ class _BlockTimes:
         self._cuts_in_time = not builtin or (self._settings.cuts_batch and self._settings.microbatches > 1)
         self._waits = not self._cuts_in_time
 
-    def work_s(self, kinds: Sequence[str]) -> float:
-        """Seconds of all compute of a part of the batch, or of all its exchanges."""
-        ends_s = sum(self.seconds(end, "FBW") for end in _ENDS)
+    def work_s(self, kinds: Sequence[str], ends: Sequence[str]) -> float:
+        """Seconds of all compute of a part of the batch in these blocks and ends of the model, or of all exchanges."""
+        ends_s = sum(self.seconds(end, "FBW") for end in ends)
         return max(self.compute_s(kinds, "FBW") + ends_s, 2 * kinds.count("moe") * self._exchange_s)
 
     def step_s(self, kinds: Sequence[str]) -> float:
