@@ -1,10 +1,11 @@
 """A lower bound of a step's time, without a simulation: a search skips configs whose bound exceeds a known step.
 
 Two bounds of a pass hold for every schedule, however its tasks overlap: compute takes as long as all its tasks, and so
-does communication, whose exchanges, gathers of parameters and sums of gradients share a stream. Tasks that are split
-take hardly less than whole ones (`_SLACK`). A third bound holds if only a block's experts and weight gradients may
-overlap with its exchanges, because all of a part of the batch passes attention before its rows are sent: the first part
-of a dispatch, and the last one of a combine, then overlap with no experts.
+does communication, whose exchanges, gathers of parameters and sums of gradients share a stream. Compute tasks are split
+as the config splits them, since many small ones take longer than a whole one, and exchanges are not split: their parts
+take hardly less together (`_SLACK`). A third bound holds if only a block's experts and weight gradients may overlap
+with its exchanges, because all of a part of the batch passes attention before its rows are sent: the first part of a
+dispatch, and the last one of a combine, then overlap with no experts.
 
 Gathers that start when the block before has computed (`param_gather="block"`) are waited for, as is every sum that
 follows the backward pass (`grad_reduce="end"`).
@@ -29,7 +30,6 @@ from moe_jax.schedule.build import make_shape
 # By which estimates may fall below a bound: those of deep models are extrapolated from a few blocks, and tiles of the
 # products of a part of the batch may leave fewer units idle.
 _SLACK = 0.05
-_UNSPLIT = make_shape("vanilla", ("moe",), weight_grad="greedy")
 _ENDS = ("embed", "head")
 _OPS = {"moe": ("attend", "expert"), "dense": ("dense",)}
 
@@ -137,6 +137,8 @@ class _BlockTimes:
 
     def __init__(self, step: Step):
         self._step, self._stages, self._settings = step, step.compute(), step.config.schedule
+        degrees = self._settings.microbatches, self._settings.backward_microbatches, self._settings.expert_chunks
+        self._shape = make_shape(self._settings.policy, ("moe",), *degrees, weight_grad="greedy")
         self.seconds = functools.cache(self._seconds)
         self._exchange_s = 2 * step.exchanges.task_seconds(step.exchanged_bytes) if step.exchanged_bytes else 0.0
         builtin = self._settings.policy in POLICY_FACTS
@@ -203,8 +205,9 @@ class _BlockTimes:
         return sum(counts[kind] * self.seconds(op, directions) for kind in counts for op in _OPS[kind])
 
     def _seconds(self, op: str, directions: str) -> float:
-        """Seconds of the tasks of an op, unsplit, in some of the directions F, B and W."""
-        return sum(self._stages[op].seconds(Action(each, op, 0, 0), _UNSPLIT) for each in directions)
+        """Seconds of the tasks of an op in some of the directions F, B and W."""
+        shape, stage = self._shape, self._stages[op]
+        return sum(shape.num_parts(each, op) * stage.seconds(Action(each, op, 0, 0), shape) for each in directions)
 
     def _parts(self, direction: Literal["F", "B"]) -> int:
         """The number of parts of a block's slots."""
