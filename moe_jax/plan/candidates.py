@@ -189,13 +189,17 @@ def _least_parts(draft: Draft, sizes: Mapping[str, int]) -> list[int]:
     )
 
 
-def choices(draft: Draft, base: Sections, overrides: Iterable[Overrides]) -> Iterator[Config]:
-    """Each valid config once: `base` with each of the overrides."""
+def choices(
+    draft: Draft, base: Sections, overrides: Iterable[Overrides], is_left_out: Callable[[Sections], bool] | None = None
+) -> Iterator[Config]:
+    """Each valid config once: `base` with each of the overrides, if it is not left out."""
     seen = set()
     for each in overrides:
         try:
             sections = _sections(draft, base, each)
             _check_batch(sections)  # first, since it fails most often and takes the least time
+            if is_left_out and is_left_out(sections):
+                continue
             found = _checked(sections)
         except ConfigError:
             continue

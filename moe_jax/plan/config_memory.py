@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from moe_jax.config import Config
+from moe_jax.config import Config, Sections
 from moe_jax.config.draft import sections_of
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.memory import StepMemory, moments_of, step_memory
@@ -31,7 +31,7 @@ class ConfigMemory:
         mesh, platform = config.mesh.sizes, self.cluster.device.platform
         if not config.step_facts.has_ticks:
             return step_memory(config, platform, mesh)
-        others = *_read_by_memory(config), config.optimizer.zero == 3
+        others = *memory_key(config), config.optimizer.zero == 3
         if others not in self._with_ticks:
             self._with_ticks[others] = step_memory(config, platform, mesh)
         # the only memory of a step with ticks that ZeRO shards
@@ -48,7 +48,7 @@ class ConfigMemory:
         return limit is None or self.factor * num_bytes <= limit * (1 - _LEFT)
 
 
-def _read_by_memory(config: Config) -> tuple[object, ...]:
+def memory_key(config: Sections) -> tuple[object, ...]:
     """What the memory of a step with ticks depends on, apart from the optimizer: schedules often need the same."""
     schedule = config.schedule
     facts, parts = schedule.policy_facts, schedule.microbatches if schedule.cuts_batch else 1

@@ -1,10 +1,11 @@
 """A lower bound of a step's time, without a simulation: a search skips configs whose bound exceeds a known step.
 
 Two bounds of a pass hold for every schedule, however its tasks overlap: compute takes as long as all its tasks, and so
-does communication, whose exchanges, gathers of parameters and sums of gradients share a stream. Tasks that are split
-take hardly less than whole ones (`_SLACK`). A third bound holds if only a block's experts and weight gradients may
-overlap with its exchanges, because all of a part of the batch passes attention before its rows are sent: the first part
-of a dispatch, and the last one of a combine, then overlap with no experts.
+does communication, whose exchanges, gathers of parameters and sums of gradients share a stream. Compute tasks are split
+as the config splits them, since many small ones take longer than a whole one, and exchanges are not split: their parts
+take hardly less together (`_SLACK`). A third bound holds if only a block's experts and weight gradients may overlap
+with its exchanges, because all of a part of the batch passes attention before its rows are sent: the first part of a
+dispatch, and the last one of a combine, then overlap with no experts.
 
 Gathers that start when the block before has computed (`param_gather="block"`) are waited for, as is every sum that
 follows the backward pass (`grad_reduce="end"`).
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from moe_jax.config import Config
-from moe_jax.config.layer_layout import GroupBlock
+from moe_jax.config.layer_layout import GroupBlock, Stages
 from moe_jax.config.registry import POLICY_FACTS
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.estimate import update_seconds
@@ -29,7 +30,6 @@ from moe_jax.schedule.build import make_shape
 # By which estimates may fall below a bound: those of deep models are extrapolated from a few blocks, and tiles of the
 # products of a part of the batch may leave fewer units idle.
 _SLACK = 0.05
-_UNSPLIT = make_shape("vanilla", ("moe",), weight_grad="greedy")
 _ENDS = ("embed", "head")
 _OPS = {"moe": ("attend", "expert"), "dense": ("dense",)}
 
@@ -48,19 +48,36 @@ def least_step_s(config: Config, cluster: Cluster) -> float:
 
 def least_work_s(config: Config, cluster: Cluster, most_parts: int) -> float:
     """Seconds that the config's compute and exchanges take at least, in as many parts of the batch or up to
-    `most_parts`, and until all pipeline stages have something to do.
+    `most_parts`: on the average stage or the one with most work, and until the other stages have something to do.
 
     Neither sends, sums of gradients nor the update count, so that the bound holds for all ways to overlap and to save
     memory.
     """
     if _is_measured(config, cluster):
         return 0.0
-    blocks, kinds = _BlockTimes(Step(config, cluster)), config.model.block_kinds
-    work_s, stages, order = blocks.work_s(kinds), config.mesh.pipeline, config.schedule
-    passes = order.virtual_stages * most_parts  # of a stage
+    blocks, order = _BlockTimes(Step(config, cluster)), config.schedule
+    stages = _blocks_of_stages(config)
+    work_s = [blocks.work_s(kinds, ends) for kinds, ends in stages]
     # the first pass goes through all stages, and so does the last; passes of weight gradients may run meanwhile
-    waits_s = 0.0 if order.pipeline_facts.split_weight_grad else blocks.compute_s(kinds, "FB") * (stages - 1) / passes
-    return (1 - _SLACK) ** 2 * config.train.grad_accumulation * (work_s + waits_s) / stages
+    waits = not order.pipeline_facts.split_weight_grad
+    passes_s = [waits * blocks.compute_s(kinds, "FB") / (order.virtual_stages * most_parts) for kinds, _ in stages]
+    longest_s = sum(work_s) / len(stages) + sum(passes_s) * (len(stages) - 1) / len(stages)
+    for stage, own_s in enumerate(work_s):
+        below_s = sum(passes_s[:stage]) if order.virtual_stages == 1 else 0.0
+        longest_s = max(longest_s, own_s + below_s)
+    return (1 - _SLACK) ** 2 * config.train.grad_accumulation * longest_s
+
+
+def _blocks_of_stages(config: Config) -> list[tuple[list[str], list[str]]]:
+    """The kinds of the blocks of every pipeline stage, with the ends of the model that it has."""
+    stages = Stages.of(config)
+    found: list[tuple[list[str], list[str]]] = [([], []) for _ in range(stages.stages)]
+    for number, group in enumerate(stages.groups):
+        found[number % stages.stages][0].extend(block.kind for block in group)
+    found[-1][0].extend(block.kind for block in stages.mtp)
+    for stage, end in zip((0, -1), _ENDS, strict=True):
+        found[stage][1].append(end)
+    return found
 
 
 def _is_measured(config: Config, cluster: Cluster) -> bool:
@@ -120,15 +137,17 @@ class _BlockTimes:
 
     def __init__(self, step: Step):
         self._step, self._stages, self._settings = step, step.compute(), step.config.schedule
+        degrees = self._settings.microbatches, self._settings.backward_microbatches, self._settings.expert_chunks
+        self._shape = make_shape(self._settings.policy, ("moe",), *degrees, weight_grad="greedy")
         self.seconds = functools.cache(self._seconds)
         self._exchange_s = 2 * step.exchanges.task_seconds(step.exchanged_bytes) if step.exchanged_bytes else 0.0
         builtin = self._settings.policy in POLICY_FACTS
         self._cuts_in_time = not builtin or (self._settings.cuts_batch and self._settings.microbatches > 1)
         self._waits = not self._cuts_in_time
 
-    def work_s(self, kinds: Sequence[str]) -> float:
-        """Seconds of all compute of a part of the batch, or of all its exchanges."""
-        ends_s = sum(self.seconds(end, "FBW") for end in _ENDS)
+    def work_s(self, kinds: Sequence[str], ends: Sequence[str]) -> float:
+        """Seconds of all compute of a part of the batch in these blocks and ends of the model, or of all exchanges."""
+        ends_s = sum(self.seconds(end, "FBW") for end in ends)
         return max(self.compute_s(kinds, "FBW") + ends_s, 2 * kinds.count("moe") * self._exchange_s)
 
     def step_s(self, kinds: Sequence[str]) -> float:
@@ -186,8 +205,9 @@ class _BlockTimes:
         return sum(counts[kind] * self.seconds(op, directions) for kind in counts for op in _OPS[kind])
 
     def _seconds(self, op: str, directions: str) -> float:
-        """Seconds of the tasks of an op, unsplit, in some of the directions F, B and W."""
-        return sum(self._stages[op].seconds(Action(each, op, 0, 0), _UNSPLIT) for each in directions)
+        """Seconds of the tasks of an op in some of the directions F, B and W."""
+        shape, stage = self._shape, self._stages[op]
+        return sum(shape.num_parts(each, op) * stage.seconds(Action(each, op, 0, 0), shape) for each in directions)
 
     def _parts(self, direction: Literal["F", "B"]) -> int:
         """The number of parts of a block's slots."""

@@ -29,7 +29,7 @@ from moe_jax.plan.candidates import (
     stageless,
 )
 from moe_jax.plan.clusters import Cluster
-from moe_jax.plan.config_memory import ConfigMemory
+from moe_jax.plan.config_memory import ConfigMemory, memory_key
 from moe_jax.plan.estimate import Estimate, estimate
 from moe_jax.plan.forward import best_ranges
 from moe_jax.plan.least_time import least_step_s, least_work_s
@@ -119,6 +119,7 @@ class PlanSearch:
     # bytes of state and gradients by base and ZeRO stage, and whether anything fits by these and remat
     _states: dict[tuple[Config, int], float] = field(default_factory=dict, init=False, compare=False)
     _fits: dict[tuple[Config, int, str], bool] = field(default_factory=dict, init=False, compare=False)
+    _candidates: dict[Config, Candidate] = field(default_factory=dict, init=False, compare=False)
 
     @functools.cached_property
     def memory(self) -> ConfigMemory:
@@ -284,8 +285,19 @@ class PlanSearch:
         if key not in self._known:
             saving: Overrides = {"optimizer": {"zero": zero}, "train": {"grad_accumulation": parts}}
             overrides = ({**saving, "schedule": {"remat": remat, **each}} for each in guesses())
-            self._known[key] = _Kept(choices(self.draft, base, overrides))
+            self._known[key] = _Kept(self._unlike_too_large(base, overrides))
         return self._known[key]
+
+    def _unlike_too_large(self, base: Config, overrides: Iterable[Overrides]) -> Iterator[Config]:
+        """The valid configs with these overrides, without those that need as much memory as one that does not fit.
+
+        To validate a config takes longer than to find that out.
+        """
+        too_large = set[object]()
+        for each in choices(self.draft, base, overrides, lambda sections: memory_key(sections) in too_large):
+            yield each
+            if each.step_facts.has_ticks and not self.memory.fits(each):
+                too_large.add(memory_key(each))
 
     def _best_of(self, known: Candidate, overrides: Iterable[Overrides]) -> Candidate:
         """The known candidate, or a faster one with other settings."""
@@ -295,11 +307,13 @@ class PlanSearch:
         return best if best and step_s(best) < step_s(known) else known
 
     def _candidate(self, config: Config) -> Candidate:
-        return Candidate(
-            estimate=estimate(config, self.cluster),
-            memory=self.memory.of(config),
-            saves_memory=self._saves_memory(config),
-        )
+        if config not in self._candidates:
+            self._candidates[config] = Candidate(
+                estimate=estimate(config, self.cluster),
+                memory=self.memory.of(config),
+                saves_memory=self._saves_memory(config),
+            )
+        return self._candidates[config]
 
     def _saves_memory(self, config: Config) -> bool:
         saves = {

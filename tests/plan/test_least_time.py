@@ -101,6 +101,23 @@ def test_a_mesh_has_no_config_below_its_bound() -> None:
     assert max(least_s / of_best_s for least_s, of_best_s in fitting) > 0.6
 
 
+def test_the_work_of_a_step_is_that_of_its_longest_stage() -> None:
+    """The head of a large vocabulary is most of the work, and the other stage waits for it."""
+    more = ["mesh.data=8", "model.moe.num_experts=8", "model.vocab_size=262144"]
+    whole, staged = (load_config(None, [*MODEL, *more, f"mesh.pipeline={stages}"]) for stages in (1, 2))
+    assert least_work_s(staged, H100S, 4) > 0.7 * least_work_s(whole, H100S, 4)
+    assert least_work_s(staged, H100S, 4) < estimate(staged, H100S).step_s
+
+
+def test_a_bound_counts_the_tasks_of_all_microbatches() -> None:
+    """Small products take longer, and nothing else differs: with a wide network compute is all that a step takes."""
+    settings = [*MODEL, "mesh.expert=16", "mesh.data=1", "train.grad_accumulation=1", "schedule.policy=unified"]
+    bounds_s = [
+        least_step_s(load_config(None, [*settings, f"schedule.microbatches={parts}"]), H100S) for parts in (2, 8, 16)
+    ]
+    assert bounds_s[0] < bounds_s[1] < bounds_s[2]
+
+
 def test_measured_times_have_no_bound() -> None:
     """Parts may take less than the whole: here a small product has ten times the rate of a large one."""
     slow = curve("matmul", {"width": 1024}, "flops", [1e9, 1e12], [(each, each, each) for each in (1e-4, 1.0)])
