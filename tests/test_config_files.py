@@ -144,7 +144,7 @@ FIXED = {
     *("schedule.pipeline", "schedule.head_blocks", "schedule.param_gather"),
     *("mesh.experts_over_context", "mesh.experts_over_tensor"),
     *("log.trace_step", "data.sources"),
-    *("tune.over", "migration.enabled", "model.moe.capacity_schedule", "train.skip_spikes"),
+    *("tune.over", "migration.enabled", "exchange.hot_experts", "model.moe.capacity_schedule", "train.skip_spikes"),
     *("model.latent.q_lora_rank", "model.attention.full_every", "model.qk_norm_after_rope"),
     *(f"optimizer.{name}" for name in ("decay_fraction", "groups", "momentum", "zero_axes")),
     *("optimizer.newton_schulz_steps", "optimizer.newton_schulz_dtype"),

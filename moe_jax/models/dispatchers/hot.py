@@ -7,7 +7,6 @@ device, k choices of each, D model width. A device can have up to H = T·min(k, 
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -54,7 +53,6 @@ def permute_with_copies(
     )
 
 
-def joined(returned: Float[Array, "P W D"], of_copies: Float[Array, "1 H D"]) -> jax.Array:
-    """Return the outputs of all rows in the order of their metadata: [P·W + H, D]."""
-    width = returned.shape[-1]
-    return jnp.concatenate([returned.reshape(-1, width), of_copies.reshape(-1, width)])
+def joined(returned: Float[Array, "P W D"], of_copies: Float[Array, "1 H D"]) -> Float[Array, "1 R D"]:
+    """Return the outputs of all R = P·W + H rows as one block, in the order of their metadata."""
+    return jnp.concatenate([returned.reshape(1, -1, returned.shape[-1]), of_copies], axis=1)
