@@ -1,11 +1,8 @@
-"""Copies of the most loaded experts in a plan (`exchange.hot_experts`): the load that they leave, their transfer and
-their memory.
-"""
+"""Copies of the most loaded experts in a plan (`exchange.hot_experts`): the load that they leave, bytes and memory."""
 
 from collections.abc import Mapping
 
 from moe_jax.config import Config
-from moe_jax.plan.collective_costs import CollectiveCosts, DeviceGroup
 from moe_jax.plan.resources import count_parameters
 
 _FLOAT32 = 4  # bytes of a copy's gradient
@@ -20,14 +17,13 @@ def copied_parameters(config: Config) -> float:
     return count_parameters(model).expert / model.moe.num_experts / blocks * config.exchange.hot_experts
 
 
-def copying_seconds(config: Config, collectives: CollectiveCosts, group: DeviceGroup, item: int) -> tuple[float, float]:
-    """Seconds to send the copies of one block and to sum their gradients, over the expert ranks of a `group`.
+def leaving_bytes(config: Config, ranks: int, item: int) -> tuple[float, float]:
+    """Bytes that leave each of the expert `ranks` for the copies of one block, and for the sums of their gradients.
 
-    Both are all-reduces, of numbers of `item` bytes and of float32.
+    Both are all-reduces around a ring, of numbers of `item` bytes and of float32.
     """
-    leaving = 2 * (1 - 1 / group.ranks) * copied_parameters(config)
-    forward, backward = (collectives.ring(leaving * size, group, "all_reduce") for size in (item, _FLOAT32))
-    return forward, backward
+    leaving = 2 * (1 - 1 / ranks) * copied_parameters(config)
+    return leaving * item, leaving * _FLOAT32
 
 
 def copies_bytes(config: Config, item: int) -> float:
