@@ -1,7 +1,7 @@
 """Copies of the most loaded experts on all expert ranks, chosen in each step by its own load (`exchange.hot_experts`).
 
 Each rank computes its own tokens of a copied expert, so that they are neither sent nor wait for the expert's owner.
-Every row is multiplied by the same numbers as without copies. FasterMoE calls this shadowing (He et al. 2022).
+Every row is multiplied by the same numbers as without copies. FasterMoE (He et al. 2022) calls this shadowing.
 
 P expert ranks with L positions each, S = P · L positions of experts, at most K copies; T tokens of this device.
 """
