@@ -17,6 +17,7 @@ from moe_jax.models.dispatchers.protocol import Buffer, full_capacity
 from moe_jax.models.gates.choice import TopKRouting, tokens_per_expert
 from moe_jax.models.hot_experts import choose
 from moe_jax.parallel.expert_copies import copied_experts
+from moe_jax.parallel.mesh import Axis
 from moe_jax.step.expert_placement import slots_of
 from moe_jax.step.trainer import make_trainer
 from tests.small import first_params, small_config, tokens_of
@@ -114,13 +115,14 @@ def test_copies_are_exact_and_owners_get_the_sum_of_their_gradients():
     position_K = np.asarray([5, 8, 0], np.int32)  # 8: not used
     upstream = jax.tree.map(lambda x: rng.standard_normal((4, 3, *x.shape[1:]), np.float32), params)
 
-    def body(params, upstream):
-        copies, pull = jax.vjp(lambda own: copied_experts(own, position_K, "expert", "float32"), params)
+    def body(params, upstream, position_K):
+        copies, pull = jax.vjp(lambda own: copied_experts(own, position_K, Axis.EXPERT, "float32"), params)
         return jax.tree.map(lambda x: x[None], copies), pull(jax.tree.map(lambda x: x[0], upstream))[0]
 
     spec = PartitionSpec("expert")
-    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
-    copies, grads = jax.device_get(run(params, upstream))
+    inputs = spec, spec, PartitionSpec()
+    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=inputs, out_specs=spec, check_vma=False))
+    copies, grads = jax.device_get(run(params, upstream, position_K))
     for name, whole in params.items():
         for rank in range(4):
             np.testing.assert_array_equal(copies[name][rank][[0, 2]], whole[[5, 0]])
