@@ -57,7 +57,7 @@ def choose(count_PS: Int[Array, "P S"], most: int) -> Int[Array, " K"]:
 
 
 def with_hot_rows(
-    returned: Float[Array, "P W D"],
+    returned: Float[Array, "P ... D"],  # as dispatched; with copies [P, W, D]
     params: Params,
     hot: HotRows | None,
     moe: MoEConfig,
