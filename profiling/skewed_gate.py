@@ -19,6 +19,11 @@ def choose(logit_TE: jax.Array, moe: MoEConfig) -> TopKRouting:
     return _drawn(logit_TE, moe, jnp.zeros(moe.num_experts))
 
 
+def choose_evenly(logit_TE: jax.Array, moe: MoEConfig) -> TopKRouting:
+    """Draw like `choose`, with all experts equally likely: a balanced router that costs as much."""
+    return _drawn(logit_TE, moe, _SPAN * jnp.linspace(0, 1, moe.num_experts))
+
+
 def choose_one_always(logit_TE: jax.Array, moe: MoEConfig) -> TopKRouting:
     """Choose the first expert for every token, and draw the others like `choose`."""
     return _drawn(logit_TE, moe, jnp.where(jnp.arange(moe.num_experts) == 0, _ALWAYS, 0))

@@ -803,6 +803,51 @@ REFUSED = {
     "migration.threshold=0.5": "migration.threshold=0.5 must be at least 1",
     "plan.load_factor=0.9": "plan.load_factor=0.9 must be at least 1",
     "exchange.rank_capacity_factor=0.9": "exchange.rank_capacity_factor=0.9 must be at least 1 (or null)",
+    "exchange.hot_experts=-1": "exchange.hot_experts=-1 must be at least 0",
+    "exchange.hot_experts=5 mesh.expert=2 model.moe.num_experts=4 model.moe.capacity_factor=null": (
+        "exchange.hot_experts=5 is more than model.moe.num_experts=4: use exchange.hot_experts=4 or less"
+    ),
+    "exchange.hot_experts=1 mesh.expert=2 model.moe.gate=expert_choice": (
+        "exchange.hot_experts=1, and model.moe.gate=expert_choice loads all experts alike: use another gate, or "
+        "exchange.hot_experts=0"
+    ),
+    "exchange.hot_experts=1 mesh.expert=2 model.moe.dispatcher=einsum": (
+        "exchange.hot_experts=1 with model.moe.dispatcher=einsum, which sends no sorted rows: use "
+        "model.moe.dispatcher=sort, or exchange.hot_experts=0"
+    ),
+    "exchange.hot_experts=1 mesh.expert=2 model.moe.capacity_factor=1.5": (
+        "exchange.hot_experts=1 with model.moe.capacity_factor=1.5, which pads all experts alike, so that copies make "
+        "no step faster: use model.moe.capacity_factor=null, or exchange.hot_experts=0"
+    ),
+    "exchange.hot_experts=1 mesh.expert=2 model.moe.capacity_factor=null migration.enabled=true "
+    "migration.rank_speeds=[1,0.5]": (
+        "exchange.hot_experts=1 with migration.rank_speeds=[1, 0.5]: copies even out loads as if all ranks were equally "
+        "fast: use migration.rank_speeds=null, or exchange.hot_experts=0"
+    ),
+    "exchange.hot_experts=1 mesh.expert=2 model.moe.capacity_factor=null model.moe.hooks=bf16": (
+        "exchange.hot_experts=1 with model.moe.hooks=bf16, which change rows that are sent, and rows of copies are "
+        "not: use model.moe.hooks=none, or exchange.hot_experts=0"
+    ),
+    "exchange.hot_experts=1 mesh.expert=1 model.moe.capacity_factor=null": (
+        "exchange.hot_experts=1, and with mesh.expert=1 one rank has all experts: use mesh.expert=2 or more, or "
+        "exchange.hot_experts=0"
+    ),
+    "exchange.hot_experts=1 mesh.expert=2 mesh.tensor=2 model.moe.capacity_factor=null": (
+        "exchange.hot_experts=1 with mesh.tensor=2, whose ranks share each expert: use mesh.experts_over_tensor=true, "
+        "mesh.tensor=1, or exchange.hot_experts=0"
+    ),
+    "exchange.hot_experts=1 mesh.expert=2 model.moe.capacity_factor=null optimizer.zero=3": (
+        "exchange.hot_experts=1 with optimizer.zero=3, whose shards of experts are gathered, not copied: use "
+        "optimizer.zero=2, or exchange.hot_experts=0"
+    ),
+    "exchange.hot_experts=1 mesh.expert=2 model.moe.capacity_factor=null schedule.policy=unified": (
+        "exchange.hot_experts=1 is for plain steps, and these settings ask for a scheduled one: use mesh.pipeline=1, "
+        "the defaults of schedule and exchange.reduction=all_reduce, or exchange.hot_experts=0"
+    ),
+    "exchange.hot_experts=1 mesh.expert=2 model.moe.capacity_factor=null mesh.pipeline=2": (
+        "exchange.hot_experts=1 is for plain steps, and these settings ask for a pipelined one: use mesh.pipeline=1, "
+        "the defaults of schedule and exchange.reduction=all_reduce, or exchange.hot_experts=0"
+    ),
     "exchange.algorithm=ragged": (
         "exchange.algorithm=ragged sends microbatches, which schedule.policy=vanilla does not have: "
         "use schedule.policy=unified, or exchange.algorithm=auto"

@@ -214,7 +214,7 @@ def _feed_forward(
         return tp_sum(mlp(block["mlp"], h_BND))
     params, moe, h_TD = block["moe"], model.moe, h_BND.reshape(-1, model.hidden_size)
     context = moe_layer.RouterContext(router_inputs)
-    sent, metadata, _ = moe_layer.route(params, h_TD, moe, compute.ep_size(), context)
+    sent, metadata, *_ = moe_layer.route(params, h_TD, moe, compute.ep_size(), context)
     product = compute.product
     if compute.platform == "cpu":  # an expert has few rows, and a tile is computed whole
         product = product._replace(min_tile=_CPU_TILE)

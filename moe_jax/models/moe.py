@@ -6,6 +6,7 @@ present in arrays of several blocks.
     route ──► dispatch ──► run_experts ──► combine ──► unpermute
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from moe_jax.config import MoEConfig
 from moe_jax.models.dispatchers import dispatcher_of
+from moe_jax.models.dispatchers.hot import HotRows, permute_with_copies
 from moe_jax.models.dispatchers.protocol import CapacityState, DispatchMetadata, ExpertRows
 from moe_jax.models.gates import gate_of
 from moe_jax.models.gates.choice import Decision, TopKRouting, tokens_per_expert
@@ -46,6 +48,7 @@ class RoutedTokens(NamedTuple):
     sent: ExpertRows
     metadata: DispatchMetadata
     stats: RouterStats
+    hot: HotRows | None = None  # rows that stay on this device; None: without copies of experts
 
 
 class RouterContext(NamedTuple):
@@ -55,6 +58,8 @@ class RouterContext(NamedTuple):
     capacity: CapacityState | None = None  # plain step: all slots; scheduled: less those that earlier microbatches used
     slot_E: Int[Array, " E"] | None = None  # position of each expert (`models/placement.py`); None: in order
     speed_P: tuple[float, ...] | None = None  # of the expert ranks, if they are different (`migration.rank_speeds`)
+    # pairs of this device per position → experts that all ranks have copies of (`models/hot_experts.py`); None: none
+    choose_hot: Callable[[Int[Array, " S"]], Int[Array, " K"]] | None = None
 
 
 @jax.named_scope("route")
@@ -82,7 +87,13 @@ def route(
     if is_padding_T is not None:
         decision = decision.without(is_padding_T)
     placed, capacity, of_slots = in_slots(decision, context.capacity, context.slot_E, moe, context.speed_P)
-    sent, metadata = dispatcher_of(moe, ragged).permute(h_TD, placed, of_slots, ep_size, capacity)
+    hot_rows: HotRows | None = None
+    if context.choose_hot is None:
+        sent, metadata = dispatcher_of(moe, ragged).permute(h_TD, placed, of_slots, ep_size, capacity)
+    else:
+        assert isinstance(placed, TopKRouting), "other gates are refused"
+        hot_K = context.choose_hot(tokens_per_expert(placed.expert_Tk, of_slots.num_experts))
+        sent, metadata, hot_rows = permute_with_copies(h_TD, placed, of_slots, ep_size, capacity, hot_K)
     stats = RouterStats(
         count_E=decision.tokens_per_expert(),
         prob_sum_E=_prob_sum(decision, moe, sequences),
@@ -90,7 +101,7 @@ def route(
         num_dropped=metadata.num_dropped,
         expert_Gk=_recorded(decision, context.inputs),
     )
-    return RoutedTokens(sent, metadata, stats)
+    return RoutedTokens(sent, metadata, stats, hot_rows)
 
 
 def _recorded(decision: Decision, inputs: RouterInputs | None) -> Int[Array, "G k"] | None:

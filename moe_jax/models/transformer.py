@@ -14,18 +14,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.config import AttentionView, Config, ExchangeConfig, ModelConfig, MoEConfig
+from moe_jax.config import AttentionView, Config, ModelConfig, MoEConfig
 from moe_jax.config.attention_kernels import Capability, kernel_of
 from moe_jax.config.layer_layout import Segment, decoder_segments, segments
-from moe_jax.config.registry import EXCHANGE_FACTS, OPEN_EXCHANGE, REDUCTION_FACTS
 from moe_jax.config.validate import check_context_split, check_node_split, check_rank_speeds, check_tensor_split
 from moe_jax.distributed.hosts import hosts
-from moe_jax.errors import ConfigError
 from moe_jax.models import moe as moe_layer
 from moe_jax.models.attention import attend
 from moe_jax.models.attention.core import AttentionImpl
 from moe_jax.models.dispatch import dispatch_compute_combine
 from moe_jax.models.dispatchers import dispatcher_of
+from moe_jax.models.dispatchers.hot import HotRows
 from moe_jax.models.dispatchers.protocol import (
     DispatchMetadata,
     ExpertRows,
@@ -33,10 +32,12 @@ from moe_jax.models.dispatchers.protocol import (
     buffer_of,
     full_capacity,
 )
+from moe_jax.models.exchange_choice import exchange_of
 from moe_jax.models.gates import gate_of
 from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct, product_name, product_of
 from moe_jax.models.hooks import hooks_of
+from moe_jax.models.hot_experts import hottest, with_hot_rows
 from moe_jax.models.layers import block_norm, mlp, scaled
 from moe_jax.models.moe import RouterContext, RouterStats, run_experts
 from moe_jax.models.mtp import mtp_input
@@ -67,6 +68,7 @@ class ComputeConfig:
     seed: int = 0  # of the random numbers of gates
     loss_chunk: int | None = None  # tokens whose logits are in memory at once; None: see moe_jax.config.loss_chunks
     grouped_product: str = "blocks"  # the product of rows in groups of any size, never auto
+    hot_experts: int = 0  # the most experts of a block that all expert ranks have copies of
     balanced_fill: float = 1.0  # the share of a dropless buffer's rows that exist if routing is balanced
     rank_speeds: tuple[float, ...] | None = None  # of the expert ranks; None: all equal
 
@@ -135,6 +137,7 @@ class ComputeConfig:
             seed=config.train.seed,
             loss_chunk=config.train.loss_chunk,
             grouped_product=product_name(config, platform, shared_by, capability),
+            hot_experts=config.exchange.hot_experts,
             balanced_fill=balanced_fill(config.model.moe, config.exchange.rank_capacity_factor, size),
             rank_speeds=config.rank_speeds,
         )
@@ -147,29 +150,6 @@ def _tensor_form(config: Config, tensor_ranks: int) -> str:
     if tensor_ranks == 1 or config.exchange.tensor_form == "sharded_scheduled":
         return "sharded"
     return WHOLE_EXPERTS if config.mesh.experts_over_tensor else config.exchange.tensor_form
-
-
-def exchange_of(config: Config, platform: str, tensor_ranks: int) -> str:
-    """Return the algorithm that `exchange.algorithm` stands for, also with `auto`. Raises ConfigError.
-
-    `tensor_ranks` share each expert.
-    """
-    for name, table in (("algorithm", EXCHANGE_FACTS), ("reduction", REDUCTION_FACTS)):
-        value = getattr(config.exchange, name)
-        if table.of(value).in_background and platform != "cpu":
-            raise ConfigError(
-                f"exchange.{name}={value} is for CPUs, and these devices are {platform}, whose collectives run "
-                f"concurrently with computations anyway: use exchange.{name}={getattr(ExchangeConfig(), name)}"
-            )
-    if config.exchange.algorithm != OPEN_EXCHANGE:
-        return config.exchange.algorithm
-    # a microbatch may fill any slots of an expert, so padding is avoided only where the hardware sends ragged rows
-    schedule = config.schedule
-    ragged = platform != "cpu" and schedule.policy_facts.sends_ragged and schedule.microbatches > 1
-    ragged = ragged and schedule.expert_chunks == 1
-    ragged = ragged and tensor_ranks == 1  # its lanes do not support several
-    moe = config.model.moe
-    return "ragged" if ragged and moe.sends_capacity_rows and not moe.has_hooks else "flat"
 
 
 def capability_of(device: jax.Device) -> Capability | None:
@@ -195,6 +175,7 @@ class Routed(NamedTuple):
     sent: ExpertRows
     metadata: DispatchMetadata
     stats: RouterStats
+    hot: HotRows | None  # without copies of experts None
     max_logit_H: Float[Array, " H"] | None  # the largest attention logits, if they were asked for
 
 
@@ -278,10 +259,13 @@ def block(
     length = x_BND.shape[1]
     capacity = full_capacity(model.moe, x_BND.shape[0] * length)
     capacity = capacity._replace(buffer=buffer_of(model.moe, compute.rank_capacity_factor, length, compute.ep_size()))
-    context = context._replace(capacity=capacity)
+    copying = partial(hottest, most=compute.hot_experts, axis=compute.expert_axis) if compute.hot_experts else None
+    context = context._replace(capacity=capacity, choose_hot=copying)
     routed = attend_and_route(params, x_BND, model, view, compute, context, document_BL=document_BL)
-    experts = partial(experts_of(model.moe, compute), params["moe"]["experts"])
+    own = params["moe"]["experts"]
+    experts = partial(experts_of(model.moe, compute), own)
     returned = dispatch_compute_combine(routed.sent, experts, compute.route, model.moe)
+    returned = with_hot_rows(returned, own, routed.hot, model.moe, compute.route, compute.product, compute.dtype)
     return rejoin(routed.x_BND, returned, routed.metadata, model), routed.stats, routed.max_logit_H
 
 

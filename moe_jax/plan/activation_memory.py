@@ -159,7 +159,9 @@ def _rows(config: Config, platform: str, mesh: Mapping[str, int], parts: int, to
         least, most = _tile_range(config.train.grouped_product, platform)
         tile = min(max(1 << (max(received // local_experts, 1).bit_length() - 1), least), most)
         padded = -(-(received + local_experts * (tile - 1)) // tile) * tile
-        return RowCounts(sent=parts * received / shared_by, computed=parts * padded)
+        # rows for copies of hot experts, which may be all of a device's rows
+        kept = tokens * min(moe.top_k, config.exchange.hot_experts)
+        return RowCounts(sent=parts * received / shared_by + kept, computed=parts * padded + kept)
     slots = min(tokens, math.ceil(_exact(moe.capacity_factor) * moe.top_k * tokens / moe.num_experts))
     ragged = config.exchange.facts.ragged or (
         config.exchange.algorithm == OPEN_EXCHANGE

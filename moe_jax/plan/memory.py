@@ -39,6 +39,7 @@ from moe_jax.plan.activation_memory import (
 )
 from moe_jax.plan.compilers import COMPILERS
 from moe_jax.plan.gradients import ITEM_BYTES, moment_bytes, own_parameters, params_by_group
+from moe_jax.plan.hot_experts import copies_bytes
 from moe_jax.plan.offload import moments_at_once, offloaded_bytes
 from moe_jax.plan.orthogonalizing import orthogonalizing_bytes
 from moe_jax.plan.param_gathers import gathered_parameter_bytes, shard_cast_bytes
@@ -157,7 +158,7 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
     matrix = model.vocab_size * model.hidden_size
     mode = mode_of(config, platform)
     compiler, in_products = COMPILERS[platform], in_blocks(config, mesh)
-    activations = _stored_by_blocks(config, sizes, mode, in_products)
+    activations = _stored_by_blocks(config, sizes, mode, in_products) + copies_bytes(config, sizes.item)
     if config.train.grad_accumulation > 1 and compiler.casts_of_parts and config.optimizer.zero < 3:
         activations += sizes.item * in_products
     gathered, own = gathered_parameter_bytes(config, mesh), own_parameters(owned_parameters(model), config, mesh)

@@ -15,6 +15,7 @@ from moe_jax.plan.collective_costs import Collective, CollectiveCosts, DeviceGro
 from moe_jax.plan.costs import order_times
 from moe_jax.plan.exchange_times import ExchangeTimes
 from moe_jax.plan.gradients import Sum, own_parameters, sums_of
+from moe_jax.plan.hot_experts import leaving_bytes
 from moe_jax.plan.launch_overhead import with_launch_overhead
 from moe_jax.plan.measured import MeasuredTimes
 from moe_jax.plan.param_gathers import Gathered, gathered_bytes, param_gathers
@@ -306,6 +307,10 @@ class Step:
         # remat of whole periods repeats their exchanges in the backward pass, where nothing overlaps with them
         again = settings.remat in ("dots", "full") and self.config.step_facts.remat_unit == "period"
         exchanged_s = 2 * self.exchanges.seconds(self.exchanged_bytes) if again else 0.0
+        copied_s, summed_s = (
+            self.collectives.ring(leaving, self.experts, "all_reduce")
+            for leaving in leaving_bytes(self.config, self.experts.ranks, self._item)
+        )
         heads = 1 + model.num_nextn_predict_layers  # with the head goes what else multi-token prediction needs
         logits = [each * tokens * model.vocab_size * heads for each in _LOGIT_BYTES]
         head = op("head", owned[-1], logits)
@@ -314,7 +319,9 @@ class Step:
             "attend": found.get("moe", any_block),
             "dense": found.get("dense", any_block),
             "expert": self._recomputing(
-                op("expert", Owned(expert=round(share * experts.expert)), row_passes, (0.0, exchanged_s)), True, 0.0
+                op("expert", Owned(expert=round(share * experts.expert)), row_passes, (copied_s, exchanged_s + summed_s)),
+                True,
+                0.0,
             ),
             # with chunks of logits, gradients are the forward pass's (models/head.py)
             "head": replace(head, at_once=logit_chunk(self.config, tokens) is not None),

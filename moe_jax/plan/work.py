@@ -6,6 +6,7 @@ from moe_jax.config import Config, ModelConfig
 from moe_jax.config.attention_kernels import ATTENTION_TILE, Kernel, kernel_of, splash_block, tile_of
 from moe_jax.config.loss_chunks import tokens_of_chunk
 from moe_jax.config.registry import HOOKS_FACTS
+from moe_jax.plan.hot_experts import load_with_copies
 from moe_jax.plan.recurrent import mean_over_blocks, recurrent_layer
 from moe_jax.plan.resources import attention_matrices, gate_matrices, mean_mlp_width, mixed_matrices
 
@@ -92,12 +93,15 @@ def row_item_bytes(config: Config) -> int:
 def busiest_rows(config: Config, tokens: float) -> float:
     """Rows that the experts of the busiest rank compute, padding included.
 
-    Without a capacity they are `plan.load_factor` times the mean, and at most what the rank's buffer holds.
+    Without a capacity they are `plan.load_factor` times the mean, less what copies of experts take over, and at most
+    what the rank's buffer holds.
     """
     rows, moe, most = expert_rows(config.model, tokens), config.model.moe, config.exchange.rank_capacity_factor
     if not moe.sends_sized_rows:
         return rows
     load = config.plan.load_factor
+    if config.exchange.hot_experts:
+        load = load_with_copies(config, config.mesh.sizes, load)
     return rows * (load if most is None else min(load, most))
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from moe_jax.config import MeshConfig
 from moe_jax.errors import ConfigError, MeshError
-from moe_jax.models.transformer import exchange_of
+from moe_jax.models.exchange_choice import exchange_of
 from moe_jax.parallel import background
 from moe_jax.parallel import p2p_transport as post
 from moe_jax.parallel.mesh import BATCH_AXES, Axis, make_mesh

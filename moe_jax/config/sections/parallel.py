@@ -147,6 +147,9 @@ class ExchangeConfig(HashedOnce):
     # dropped, and the run reports them. null: the buffer holds all rows, so that none is ever dropped
     # at least 1: with less, even a balanced router's rows would be dropped
     rank_capacity_factor: float | None = number(3.0, Range(1, EXPERTS))
+    # without a capacity: the most experts of a block that each step copies to all expert ranks, chosen by its own load;
+    # each rank computes its own tokens of them, see docs/migration.md
+    hot_experts: int = number(0, Range(0, PARTS))
 
     @property
     def facts(self) -> ExchangeFacts:

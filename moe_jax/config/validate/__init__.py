@@ -9,6 +9,7 @@ import itertools
 from moe_jax.config.attention_kernels import check_attention_kernel
 from moe_jax.config.sections import Sections
 from moe_jax.config.validate.data import check_data, check_overrides
+from moe_jax.config.validate.hot_experts import check_hot_experts
 from moe_jax.config.validate.mesh import (
     check_batch_split,
     check_context_split,
@@ -64,6 +65,7 @@ def check_config(config: Sections) -> None:
     check_attention_kernel(config)
     check_tune(config)
     check_migration(config)
+    check_hot_experts(config)
 
 
 def plain_setting(name: str, path: str) -> str:

@@ -10,6 +10,7 @@ case: all tokens choose this rank.
 """
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,16 @@ from moe_jax.models.layers import mlp
 from moe_jax.parallel.trees import Params
 
 
+class Places(NamedTuple):
+    """Where the rows of (token, choice) pairs are in the blocks of all ranks."""
+
+    dest_index_Tk: Int[Array, "T k"]  # among the P·W rows
+    keep_mask_Tk: Bool[Array, "T k"]  # whether the pair has a row
+    count_PL: Int[Array, "P L"]  # rows of each expert
+    width: int  # W
+    num_dropped: Int[Array, ""]
+
+
 def permute(
     x_TD: Float[Array, "T D"], choice: TopKRouting, moe: MoEConfig, ep_size: int, capacity: CapacityState | None = None
 ) -> tuple[ExpertRows, TopKMetadata]:
@@ -32,8 +43,16 @@ def permute(
 
     Only the buffer of `capacity` is read; what earlier parts of the batch used does not matter.
     """
-    tokens, local_experts = x_TD.shape[0], moe.num_experts // ep_size
-    width, expert_Tk = tokens * min(moe.top_k, local_experts), choice.expert_Tk
+    dest_index_Tk, keep_mask_Tk, count_PL, width, num_dropped = place(choice.expert_Tk, moe, ep_size, capacity)
+    permutation = routing.make_permutation(dest_index_Tk, keep_mask_Tk, ep_size * width)
+    rows = routing.to_rows(x_TD, permutation).reshape(ep_size, width, x_TD.shape[1])
+    return ExpertRows(rows, count_PL), TopKMetadata(permutation, choice.weight_Tk, num_dropped)
+
+
+def place(expert_Tk: Int[Array, "T k"], moe: MoEConfig, ep_size: int, capacity: CapacityState | None) -> Places:
+    """Return the place of each pair's row. Expert E means no expert."""
+    tokens, local_experts = len(expert_Tk), moe.num_experts // ep_size
+    width = tokens * min(moe.top_k, local_experts)
     wanted_Tk = keep_mask_Tk = expert_Tk < moe.num_experts
     if capacity is not None and capacity.buffer is not None:
         width = tokens // capacity.buffer.tokens * capacity.buffer.rows
@@ -45,10 +64,7 @@ def permute(
     # where the rows of an expert begin in the block of its rank
     start_E = jnp.append(jnp.cumsum(count_PL, axis=1) - count_PL, 0)
     dest_index_Tk = expert_Tk // local_experts * width + start_E[expert_Tk] + rank_Tk
-    permutation = routing.make_permutation(dest_index_Tk, keep_mask_Tk, ep_size * width)
-    rows = routing.to_rows(x_TD, permutation).reshape(ep_size, width, x_TD.shape[1])
-    num_dropped = jnp.sum(wanted_Tk & ~keep_mask_Tk)
-    return ExpertRows(rows, count_PL), TopKMetadata(permutation, choice.weight_Tk, num_dropped)
+    return Places(dest_index_Tk, keep_mask_Tk, count_PL, width, jnp.sum(wanted_Tk & ~keep_mask_Tk))
 
 
 def _fits(rank_Tk: Int[Array, "T k"], buffer: Buffer, ep_size: int) -> Bool[Array, "T k"]:

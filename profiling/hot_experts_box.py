@@ -1,0 +1,127 @@
+"""Do copies of each step's most loaded experts make a skewed router as fast as a balanced one, on two processes?
+
+    sudo .venv/bin/python profiling/hot_experts_box.py
+
+Runs steps of a dropless model whose router prefers the first experts by a fixed law, without copies and with copies
+(`exchange.hot_experts`), and steps of the same model with a router that prefers none. The three alternate. The load of
+two ranks is at most twice the mean. Sequences are long, so that experts have many tokens for each weight, as in large
+models: copies cost bytes by weight, and save compute by token. Takes about 6 minutes, on an otherwise idle machine.
+Writes results/hot_experts_box.json.
+"""
+
+import argparse
+import dataclasses
+import time
+from typing import Any
+
+import box
+import jax
+import numpy as np
+from count_argument import check_least
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from results_file import quartiles, rounded, write_result
+
+from moe_jax.config import Config
+from moe_jax.config.yaml_io import load_config
+from moe_jax.errors import CommandParser, ConfigError, run_command
+from moe_jax.parallel.mesh import make_mesh
+from moe_jax.parallel.sharding import BATCH_SPEC
+from moe_jax.step.compile import step_program, target_here
+from moe_jax.step.trainer import make_trainer
+
+RANKS, COPIES = 2, 5
+_COMMON = [
+    *("mesh.data=1", f"mesh.expert={RANKS}", "model.num_layers=2", "model.moe.num_experts=16", "model.moe.top_k=2"),
+    *("model.hidden_size=256", "model.moe.intermediate_size=512", "data.seq_len=512", "train.batch_size=16"),
+    *("model.moe.capacity_factor=null", "exchange.rank_capacity_factor=null", "exchange.reduction=all_reduce"),
+]
+VARIANTS = {
+    "skewed": ["model.moe.gate=skewed_gate:choose"],
+    "copies": ["model.moe.gate=skewed_gate:choose", f"exchange.hot_experts={COPIES}"],
+    "balanced": ["model.moe.gate=skewed_gate:choose_evenly"],
+}
+
+
+class Harness:
+    """One process's part of the training of a variant."""
+
+    def __init__(self, config: Config):
+        mesh = make_mesh(config.mesh)
+        trainer = make_trainer(config, mesh)
+        shape = (config.train.batch_size, config.data.seq_len + 1)
+        tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
+        self._batch = jax.make_array_from_callback(shape, NamedSharding(mesh, BATCH_SPEC), lambda index: tokens[index])
+        self._state = trainer.init()
+        self._program = step_program(trainer, self._batch, target_here(trainer)).compile()
+        self._experts = config.model.moe.num_experts
+        self.load: list[float] = []  # of the busier rank / mean, by block, in the last step
+
+    def seconds(self, steps: int) -> float:
+        """Return mean seconds of `steps` consecutive steps, after a barrier with the other process."""
+        multihost_utils.sync_global_devices("round")
+        start = time.perf_counter()
+        for _ in range(steps):
+            self._state, metrics = self._program(self._state, self._batch)
+            jax.block_until_ready(metrics)
+        seconds = (time.perf_counter() - start) / steps
+        load_MPL = np.asarray(metrics["expert_load"]).reshape(-1, RANKS, self._experts // RANKS)
+        load_MP = load_MPL.sum(axis=2)
+        self.load = (load_MP.max(axis=1) / load_MP.mean(axis=1)).tolist()
+        return seconds
+
+
+def measure(arguments: argparse.Namespace, configs: dict[str, Config]) -> None:
+    """Run all rounds, in one process of the box."""
+    box.join()
+    harnesses = {name: Harness(config) for name, config in configs.items()}
+    box.set_data_rate(box.parse_rate(arguments.rate))
+    found: dict[str, list[float]] = {name: [] for name in harnesses}
+    for round_index in range(arguments.rounds + 1):
+        times = {name: harness.seconds(arguments.steps) for name, harness in harnesses.items()}
+        if round_index:  # round 0 is the warm-up
+            for name, seconds in times.items():
+                found[name].append(seconds)
+        if box.rank() == 0:
+            own = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in times.items())
+            print(f"round {round_index} of {arguments.rounds}: {own}", flush=True)
+    box.return_values({"seconds": found, "load": {name: harness.load for name, harness in harnesses.items()}})
+
+
+def summary(found: dict[str, Any]) -> dict[str, Any]:
+    """Summarise the times: speeds are relative to the balanced router's, round by round."""
+    seconds = found["seconds"]
+    return {
+        "copies": COPIES,
+        "rank_load_max_over_mean_without_copies": {
+            name: [rounded(x) for x in load] for name, load in found["load"].items()
+        },
+        "step_s": {name: quartiles(each) for name, each in seconds.items()},
+        "speed_over_balanced": {
+            name: quartiles([even / own for even, own in zip(seconds["balanced"], seconds[name], strict=True)])
+            for name in ("skewed", "copies")
+        },
+    }
+
+
+def main() -> None:
+    """Run the box and write JSON to results/."""
+    parser = CommandParser(prog="python profiling/hot_experts_box.py", description=__doc__)
+    box.add_round_flags(parser, rate="1gbit", out_of="process", unit="variant and round", rounds=12)
+    box.add_arguments(parser)
+    parser.set_defaults(processes=RANKS)
+    arguments = parser.parse_args()
+    check_least(arguments, steps=1, rounds=2)
+    if arguments.processes != RANKS:
+        raise ConfigError(f"--processes={arguments.processes}: this needs {RANKS}, leave it out")
+    configs = {name: load_config(arguments.config, [*_COMMON, *own]) for name, own in VARIANTS.items()}
+    if box.rank() is not None:
+        measure(arguments, configs)
+        return
+    settings = box.box_from(arguments)
+    result = summary(box.run_in_box(settings))
+    write_result("hot_experts_box", result | {"rate": arguments.rate, "box": dataclasses.asdict(settings)})
+
+
+if __name__ == "__main__":
+    run_command(main)
