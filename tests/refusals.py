@@ -821,8 +821,8 @@ REFUSED = {
     ),
     "exchange.hot_experts=1 mesh.expert=2 model.moe.capacity_factor=null migration.enabled=true "
     "migration.rank_speeds=[1,0.5]": (
-        "exchange.hot_experts=1 with migration.rank_speeds=[1, 0.5]: copies even out loads as if all ranks were equally "
-        "fast: use migration.rank_speeds=null, or exchange.hot_experts=0"
+        "exchange.hot_experts=1 with migration.rank_speeds=[1, 0.5]: copies even out loads as if all ranks were "
+        "equally fast: use migration.rank_speeds=null, or exchange.hot_experts=0"
     ),
     "exchange.hot_experts=1 mesh.expert=2 model.moe.capacity_factor=null model.moe.hooks=bf16": (
         "exchange.hot_experts=1 with model.moe.hooks=bf16, which change rows that are sent, and rows of copies are "

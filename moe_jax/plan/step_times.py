@@ -311,6 +311,7 @@ class Step:
             self.collectives.ring(leaving, self.experts, "all_reduce")
             for leaving in leaving_bytes(self.config, self.experts.ranks, self._item)
         )
+        own_experts = Owned(expert=round(share * experts.expert))
         heads = 1 + model.num_nextn_predict_layers  # with the head goes what else multi-token prediction needs
         logits = [each * tokens * model.vocab_size * heads for each in _LOGIT_BYTES]
         head = op("head", owned[-1], logits)
@@ -319,7 +320,12 @@ class Step:
             "attend": found.get("moe", any_block),
             "dense": found.get("dense", any_block),
             "expert": self._recomputing(
-                op("expert", Owned(expert=round(share * experts.expert)), row_passes, (copied_s, exchanged_s + summed_s)),
+                op(
+                    "expert",
+                    Owned(expert=round(share * experts.expert)),
+                    row_passes,
+                    (copied_s, exchanged_s + summed_s),
+                ),
                 True,
                 0.0,
             ),
