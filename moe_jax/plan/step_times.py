@@ -320,14 +320,7 @@ class Step:
             "attend": found.get("moe", any_block),
             "dense": found.get("dense", any_block),
             "expert": self._recomputing(
-                op(
-                    "expert",
-                    Owned(expert=round(share * experts.expert)),
-                    row_passes,
-                    (copied_s, exchanged_s + summed_s),
-                ),
-                True,
-                0.0,
+                op("expert", own_experts, row_passes, (copied_s, exchanged_s + summed_s)), True, 0.0
             ),
             # with chunks of logits, gradients are the forward pass's (models/head.py)
             "head": replace(head, at_once=logit_chunk(self.config, tokens) is not None),

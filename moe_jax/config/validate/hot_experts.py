@@ -1,6 +1,7 @@
 """Rules for copies of the most loaded experts in each step."""
 
 from moe_jax.config.sections import Sections
+from moe_jax.config.validate.migration import speeds_text
 from moe_jax.errors import ConfigError
 
 
@@ -29,7 +30,7 @@ def check_hot_experts(config: Sections) -> None:
         )
     if config.migration.rank_speeds is not None:
         raise ConfigError(
-            f"{name} with migration.rank_speeds={list(config.migration.rank_speeds)}: copies even out loads as if all "
+            f"{name} with {speeds_text(config.migration)}: copies even out loads as if all "
             f"ranks were equally fast: use migration.rank_speeds=null, {without}"
         )
     if moe.has_hooks:

@@ -15,7 +15,7 @@ def check_migration(config: Sections) -> None:
     if not settings.enabled:
         if settings.rank_speeds is not None:
             raise ConfigError(
-                f"{_speeds_text(settings)} is by what experts are placed, and migration.enabled=false places none: "
+                f"{speeds_text(settings)} is by what experts are placed, and migration.enabled=false places none: "
                 "set migration.enabled=true, or migration.rank_speeds=null"
             )
         return
@@ -77,14 +77,14 @@ def check_rank_speeds(config: Sections, sizes: Mapping[str, int]) -> None:
     ranks = config.mesh.expert_ranks(sizes)
     if len(speeds) != ranks:
         raise ConfigError(
-            f"{_speeds_text(config.migration)} has {len(speeds)} speeds, and {expert_ranks_text(config.mesh, sizes)} "
+            f"{speeds_text(config.migration)} has {len(speeds)} speeds, and {expert_ranks_text(config.mesh, sizes)} "
             f"is {ranks} expert ranks: use {ranks} speeds, or migration.rank_speeds=null if they are equal"
         )
 
 
 def _check_speeds(config: Sections) -> None:
     """Raise ConfigError for speeds that are no numbers above 0, or by which nothing can be placed."""
-    text, moe = _speeds_text(config.migration), config.model.moe
+    text, moe = speeds_text(config.migration), config.model.moe
     least, most, *_ = RANGES["migration.rank_speeds"]
     for speed in config.migration.rank_speeds or ():
         if not least < speed <= most:  # nan, too
@@ -99,5 +99,5 @@ def _check_speeds(config: Sections) -> None:
     check_rank_speeds(config, config.mesh.sizes)
 
 
-def _speeds_text(settings: MigrationConfig) -> str:
+def speeds_text(settings: MigrationConfig) -> str:
     return f"migration.rank_speeds=[{', '.join(f'{speed:.15g}' for speed in settings.rank_speeds or ())}]"
