@@ -562,8 +562,8 @@ MUTATIONS = (
     Mutation(
         "sum_over_first_axis",
         "parallel/reductions/all_reduce.py",
-        "return jax.lax.psum(x_n, axes)",
-        "return jax.lax.psum(x_n, axes[:1])",
+        "return jax.lax.psum(x, axes)",
+        "return jax.lax.psum(x, axes[:1])",
         "gradients are summed over some of the devices only",
         ["tests/parallel/test_reductions.py"],
     ),
@@ -620,8 +620,8 @@ MUTATIONS = (
     Mutation(
         "chunk_counts_elements",
         "schedule/grad_buckets.py",
-        "max(1, int(bucket_cap_mb * 1e6 / num_bytes))",
-        "max(1, int(bucket_cap_mb * 1e6))",
+        "min(bucket_cap_mb * 1e6 / item_bytes, size)",
+        "min(bucket_cap_mb * 1e6, size)",
         "chunks of gradients are four times as large as asked for",
         ["tests/schedule/test_grad_buckets.py"],
     ),
@@ -734,6 +734,14 @@ MUTATIONS = (
         "experts are balanced by the loads of some devices",
         STEP,
         ["tests/step/test_scheduled_build.py"],
+    ),
+    Mutation(
+        "rows_of_the_first_expert",
+        "step/scheduled/reduce_groups.py",
+        "first = start // of_first",
+        "first = 0",
+        "the first expert's gradient is summed in place of the others'",
+        ["tests/step/test_reduce_groups.py"],
     ),
     Mutation(
         "not_summed_over_data_ranks",

@@ -45,15 +45,15 @@ def split_into_buckets(
     kinds = slices or [()] * len(group_sizes)
     chunks = []
     for group, (size, num_bytes, kind) in enumerate(zip(group_sizes, each, kinds, strict=True)):
-        bounds = _bounds(size, elements_of(bucket_cap_mb, num_bytes, size), kind)
-        count = len(bounds) - 1
+        limit = elements_of(bucket_cap_mb, num_bytes, size)
+        count = _layout(size, limit, kind).count
         if count > MAX_BUCKETS:
             raise ConfigError(
                 f"schedule.bucket_cap_mb={bucket_cap_mb} splits {size * num_bytes / 1e6:.3g} MB of gradients, which "
                 f"are summed over the same devices, into {count} buckets, more than {MAX_BUCKETS}: use "
                 f"{_least_cap_mb(size, num_bytes, kind)} or more, or null"
             )
-        chunks += [Bucket(group, start, stop) for start, stop in pairwise(bounds)]
+        chunks += [Bucket(group, start, stop) for start, stop in pairwise(_bounds(size, limit, kind))]
     return tuple(chunks)
 
 
@@ -62,10 +62,18 @@ def elements_of(bucket_cap_mb: float | None, item_bytes: int, size: int) -> int:
     return size if bucket_cap_mb is None else max(1, int(min(bucket_cap_mb * 1e6 / item_bytes, size)))
 
 
-def _bounds(size: int, limit: int, slices: Sequence[int]) -> list[int]:
-    """Where the buckets of a group start, and its size."""
+class _Layout(NamedTuple):
+    """How a group is split: `pieces` buckets in each coarser slice of `around` elements, of whole slices of `each`."""
+
+    around: int
+    each: int
+    pieces: int
+    count: int  # of all buckets
+
+
+def _layout(size: int, limit: int, slices: Sequence[int]) -> _Layout:
     if not size:
-        return []
+        return _Layout(1, 1, 0, 0)
     around = size
     for each in slices:
         if each <= limit:
@@ -74,15 +82,22 @@ def _bounds(size: int, limit: int, slices: Sequence[int]) -> list[int]:
     else:
         each = 1
     number = math.ceil(around / each)
-    count = math.ceil(number / min(limit // each, number))
-    starts = [each * (number * i // count) for i in range(count)]
+    pieces = math.ceil(number / min(limit // each, number))
+    return _Layout(around, each, pieces, pieces * math.ceil(size / around))
+
+
+def _bounds(size: int, limit: int, slices: Sequence[int]) -> list[int]:
+    """Where the buckets of a group start, and its size."""
+    around, each, pieces, _ = _layout(size, limit, slices)
+    number = math.ceil(around / each)
+    starts = [each * (number * i // pieces) for i in range(pieces)]
     return [first + start for first in range(0, size, around) for start in starts] + [size]
 
 
 def _least_cap_mb(size: int, item_bytes: int, slices: Sequence[int]) -> float:
     """A limit near the smallest that gives a group no more than `MAX_BUCKETS`, in MB."""
     elements = math.ceil(size / MAX_BUCKETS)
-    while len(_bounds(size, elements, slices)) > MAX_BUCKETS + 1:
+    while _layout(size, elements, slices).count > MAX_BUCKETS:
         elements += math.ceil(elements / 64)
     return (elements * item_bytes // 100 + 1) / 1e4
 

@@ -27,6 +27,11 @@ def test_buckets_have_whole_slices(limit):
             assert bucket.start // 60 == (bucket.stop - 1) // 60
 
 
+def test_too_many_buckets_are_counted_before_they_are_made():
+    with pytest.raises(ConfigError, match="into 10000000000000 buckets"):
+        split_into_buckets((10**13,), 1e-6, slices=((10**6, 1),))
+
+
 @pytest.mark.parametrize("bucket_cap_mb", [None, 0.001, 0.01, 0.0123, 5.0])
 def test_chunks_cover_every_element_once_and_stay_below_the_limit(bucket_cap_mb):
     sizes = (12_345, 0, 1, 100_000)
