@@ -35,9 +35,9 @@ def split_into_buckets(
     Buckets of a group are as equal as whole slices allow. `group_sizes` are counts of elements. The gradients of a
     group are summed over the same devices, and a bucket never spans two groups. Part c of an owner's reductions is
     bucket c. `item_bytes` is the size of an element, one number for all groups or one for each. `slices` are the
-    elements of an array's slices for each group, from coarse to fine, as experts and rows: a bucket has whole slices of
-    the coarsest kind that fits into it, and all of its finer slices are in the same coarser one. The default, and what
-    is left if none fits, are single elements.
+    elements of an array's slices for each group, from coarse to fine, as experts and rows: each divides the one before.
+    A bucket has whole slices of the coarsest kind that fits into it, and all of its finer slices are in the same
+    coarser one. The default, and what is left if none fits, are single elements.
 
     Raises ConfigError for more than `MAX_BUCKETS` of a group.
     """
@@ -46,7 +46,7 @@ def split_into_buckets(
     chunks = []
     for group, (size, num_bytes, kind) in enumerate(zip(group_sizes, each, kinds, strict=True)):
         limit = elements_of(bucket_cap_mb, num_bytes, size)
-        count = _layout(size, limit, kind).count
+        count = _layout(size, limit, kind).buckets
         if count > MAX_BUCKETS:
             raise ConfigError(
                 f"schedule.bucket_cap_mb={bucket_cap_mb} splits {size * num_bytes / 1e6:.3g} MB of gradients, which "
@@ -68,7 +68,7 @@ class _Layout(NamedTuple):
     around: int
     each: int
     pieces: int
-    count: int  # of all buckets
+    buckets: int  # of the group
 
 
 def _layout(size: int, limit: int, slices: Sequence[int]) -> _Layout:
@@ -91,13 +91,14 @@ def _bounds(size: int, limit: int, slices: Sequence[int]) -> list[int]:
     around, each, pieces, _ = _layout(size, limit, slices)
     number = math.ceil(around / each)
     starts = [each * (number * i // pieces) for i in range(pieces)]
-    return [first + start for first in range(0, size, around) for start in starts] + [size]
+    bounds = (first + start for first in range(0, size, around) for start in starts)
+    return [bound for bound in bounds if bound < size] + [size]
 
 
 def _least_cap_mb(size: int, item_bytes: int, slices: Sequence[int]) -> float:
     """A limit near the smallest that gives a group no more than `MAX_BUCKETS`, in MB."""
     elements = math.ceil(size / MAX_BUCKETS)
-    while _layout(size, elements, slices).count > MAX_BUCKETS:
+    while _layout(size, elements, slices).buckets > MAX_BUCKETS:
         elements += math.ceil(elements / 64)
     return (elements * item_bytes // 100 + 1) / 1e4
 

@@ -8,11 +8,13 @@ from jax.sharding import PartitionSpec
 
 from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.zero import ShardSpec, shard_specs_of, unsharded_specs
+from moe_jax.step.scheduled import reduce_groups
 from moe_jax.step.scheduled.reduce_groups import Reduction
+from tests.step.one_step import assert_is_the_references_step, config_of_settings
 
 # Per device. Two large matrices, one of them an expert's; small gradients of both kinds.
 SHAPES = {
-    "experts": {"bias": (4, 8), "up": (4, 1000, 300)},
+    "experts": {"bias": (4, 8), "up": (4, 1001, 300)},
     "norm": (300,),
     "out": (1100, 1000),
     "scale": (),
@@ -134,6 +136,22 @@ def test_a_large_gradient_keeps_its_shape(dim, bucket_cap_mb, taken):
     x, spec = reduction.take(reduction.vectors_of({"up": jnp.zeros((96, 64, 256))}), 0)
     assert x.shape == taken
     assert spec is not None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "mesh.data=2 mesh.expert=2 optimizer.zero=3 schedule.policy=unified schedule.microbatches=2",
+        "mesh.data=2 mesh.expert=2 schedule.policy=vanilla schedule.weight_grad=greedy",
+        "mesh.data=4 optimizer.zero=1 schedule.policy=vanilla exchange.reduction=ring",
+    ],
+)
+@pytest.mark.parametrize("bucket_cap_mb", [0.0007, 0.003])
+def test_a_step_sums_large_gradients_in_their_shape(settings, bucket_cap_mb, monkeypatch):
+    """The test's gradients count as large: rows and experts, scattered or not."""
+    monkeypatch.setattr(reduce_groups, "_SMALL", 64)
+    more = f" schedule.grad_reduce=bucketed schedule.bucket_cap_mb={bucket_cap_mb}"
+    assert_is_the_references_step(config_of_settings(settings + more))
 
 
 def test_a_single_device_sums_nothing():

@@ -1,8 +1,8 @@
 """Gradients of one owner (embedding, a block, the head), reduced over devices bucket by bucket.
 
 Small gradients share a flat vector. A sum either goes to all devices, as [n], or a vector [P, n] is reduce-scattered
-and each of P ranks gets its own part [n]. A gradient that fills buckets by itself is split into slices of its own shape
-(experts, or rows of a matrix), which compilers send as they lie in memory: to make it flat, TPUs would copy it twice.
+and each of P ranks gets its own part [n]. A large gradient is split into slices of its own shape (experts, or rows of a
+matrix), which compilers send as they lie in memory: to make it flat, TPUs would copy it twice.
 """
 
 import math
@@ -20,7 +20,7 @@ from moe_jax.parallel.trees import Tree
 from moe_jax.parallel.zero import ShardSpec
 from moe_jax.schedule.grad_buckets import Bucket, elements_of, split_into_buckets
 
-_SMALL = 2**20  # elements: smaller gradients share a vector, unless they fill a bucket
+_SMALL = 2**20  # elements: smaller gradients share a vector
 _ITEM_BYTES = 4
 _ROWS, _COLUMNS = 8, 128  # of a tile of TPUs
 
@@ -58,9 +58,10 @@ class GradientBucket(NamedTuple):
         if len(shard) < 2 or limit < shard[-1] or not in_tiles:
             return flat
         of_first = math.prod(shard[1:])  # elements at an index of the first dimension
-        rows = (_ROWS * shard[-1], shard[-1])
-        by_first = len(shard) > 2 and (not spec.axes or spec.dim > 0)
-        return flat._replace(shard=shard, slices=(of_first, *rows) if by_first else rows)
+        slices: tuple[int, ...] = (_ROWS * shard[-1], shard[-1])
+        if len(shard) > 2 and (not spec.axes or spec.dim > 0):
+            slices = (of_first, *slices[0 if of_first % slices[0] == 0 else 1 :])
+        return flat._replace(shard=shard, slices=slices)
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,7 @@ class Reduction:
         vectors: list[GradientBucket] = []
         for over, numbers in groups.items():
             ranks = math.prod(mesh_shape[axis] for axis in over.scattered)
-            large_from = elements_of(bucket_cap_mb, _ITEM_BYTES, _SMALL)
-            small = tuple(number for number in numbers if sizes[number] < large_from)
+            small = tuple(number for number in numbers if sizes[number] < _SMALL)
             vectors += [GradientBucket(over, ranks, small)] if small else []
             vectors += [
                 GradientBucket.of_large(over, ranks, number, wholes[number], spec_of[number], bucket_cap_mb)
