@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from count_argument import check_least
 
 from moe_jax.distributed.processes import Processes, initialize
-from moe_jax.errors import UserError
+from moe_jax.errors import ConfigError, UserError
 from moe_jax.parallel.p2p_transport import MessageTag, P2PTransport
 
 _PROGRAMS = ("ip", "tc", "taskset", "unshare", "setpriv", "hostname")
@@ -101,6 +102,18 @@ def add_round_flags(parser: argparse.ArgumentParser, *, rate: str, out_of: str, 
     parser.add_argument("--rate", default=rate, help=f"out of each {out_of} (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=1, help=f"of a {unit} (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=rounds, help="default: %(default)s")
+
+
+def parse_round_flags(parser: argparse.ArgumentParser, *, unit: str, processes: int) -> argparse.Namespace:
+    """Read the command line of a benchmark of this number of processes that measures rounds. Raises UserError."""
+    add_round_flags(parser, rate="1gbit", out_of="process", unit=unit, rounds=12)
+    add_arguments(parser)
+    parser.set_defaults(processes=processes)
+    arguments = parser.parse_args()
+    check_least(arguments, steps=1, rounds=2)
+    if arguments.processes != processes:
+        raise ConfigError(f"--processes={arguments.processes}: this needs {processes}, leave it out")
+    return arguments
 
 
 def box_from(arguments: argparse.Namespace, **nodes: Any) -> Box:

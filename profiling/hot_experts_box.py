@@ -17,14 +17,13 @@ from typing import Any
 import box
 import jax
 import numpy as np
-from count_argument import check_least
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from results_file import quartiles, rounded, write_result
 
 from moe_jax.config import Config
 from moe_jax.config.yaml_io import load_config
-from moe_jax.errors import CommandParser, ConfigError, run_command
+from moe_jax.errors import CommandParser, run_command
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.step.compile import step_program, target_here
@@ -107,13 +106,7 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Run the box and write JSON to results/."""
     parser = CommandParser(prog="python profiling/hot_experts_box.py", description=__doc__)
-    box.add_round_flags(parser, rate="1gbit", out_of="process", unit="variant and round", rounds=12)
-    box.add_arguments(parser)
-    parser.set_defaults(processes=RANKS)
-    arguments = parser.parse_args()
-    check_least(arguments, steps=1, rounds=2)
-    if arguments.processes != RANKS:
-        raise ConfigError(f"--processes={arguments.processes}: this needs {RANKS}, leave it out")
+    arguments = box.parse_round_flags(parser, unit="variant and round", processes=RANKS)
     configs = {name: load_config(arguments.config, [*_COMMON, *own]) for name, own in VARIANTS.items()}
     if box.rank() is not None:
         measure(arguments, configs)

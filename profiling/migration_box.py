@@ -22,14 +22,13 @@ import box
 import jax
 import jax.numpy as jnp
 import numpy as np
-from count_argument import check_least
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from results_file import quartiles, rounded, write_result
 
 from moe_jax.config import Config
 from moe_jax.config.yaml_io import load_config
-from moe_jax.errors import CommandParser, ConfigError, run_command
+from moe_jax.errors import CommandParser, run_command
 from moe_jax.models.dispatchers.protocol import ExpertRows
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS
 from moe_jax.models.moe import run_experts
@@ -210,13 +209,7 @@ def summary(found: dict[str, Any], bits_per_s: float) -> dict[str, Any]:
 def main() -> None:
     """Run the box and write JSON to results/."""
     parser = CommandParser(prog="python profiling/migration_box.py", description=__doc__)
-    box.add_round_flags(parser, rate="1gbit", out_of="process", unit="half round", rounds=12)
-    box.add_arguments(parser)
-    parser.set_defaults(processes=RANKS)
-    arguments = parser.parse_args()
-    check_least(arguments, steps=1, rounds=2)
-    if arguments.processes != RANKS:
-        raise ConfigError(f"--processes={arguments.processes}: this needs {RANKS}, leave it out")
+    arguments = box.parse_round_flags(parser, unit="half round", processes=RANKS)
     rate = box.parse_rate(arguments.rate)
     config = load_config(arguments.config, _COMMON)
     if box.rank() is not None:

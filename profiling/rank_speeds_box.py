@@ -18,7 +18,6 @@ import box
 import jax
 import numpy as np
 from benchmark_harness import Harness, Step, print_once, seconds_per_step
-from count_argument import check_least
 from jax.experimental import multihost_utils
 from results_file import quartiles, rounded, write_result
 
@@ -122,15 +121,9 @@ def summary(found: dict[str, Any], configs: dict[str, Config], bits_per_s: float
 def main() -> None:
     """Run the box and write JSON to results/."""
     parser = CommandParser(prog="python profiling/rank_speeds_box.py", description=__doc__)
-    box.add_round_flags(parser, rate="1gbit", out_of="process", unit="half round", rounds=12)
     parser.add_argument("--shares", default="0.5,0.25", help="of a core for each process (default: %(default)s)")
     parser.add_argument("--name", default="rank_speeds_box", help="of the file in results/ (default: %(default)s)")
-    box.add_arguments(parser)
-    parser.set_defaults(processes=RANKS)
-    arguments = parser.parse_args()
-    check_least(arguments, steps=1, rounds=2)
-    if arguments.processes != RANKS:
-        raise ConfigError(f"--processes={arguments.processes}: this needs {RANKS}, leave it out")
+    arguments = box.parse_round_flags(parser, unit="half round", processes=RANKS)
     try:
         shares = tuple(float(share) for share in arguments.shares.split(","))
     except ValueError:

@@ -126,21 +126,20 @@ class Tasks:
         )
 
     def _attend(self, action: Action) -> None:
-        dims, block = self.dims, action.block
+        dims, block, compute = self.dims, action.block, self.dims.compute
         model, view = dims.config.model, dims.view(block)
         for r in dims.microbatches_of(action):
             self.add_combine_to_residual(r, block)
             document = self.documents[r]
             if dims.shape.kinds[block] == "dense":
-                run = partial(dense_block, model=model, view=view, impl=dims.compute.attention, document_BL=document)
+                run = partial(dense_block, model=model, view=view, impl=compute.attention, document_BL=document)
                 self.x[r], max_logit_H = self._attended(block, r, run)
                 self._add_max_logits(block, max_logit_H)
                 self.order.record_compute(self.x[r])
                 continue
             inputs = None if self.router_inputs is None else self.router_inputs[r].above(block)
-            speed_P = dims.compute.rank_speeds
-            context = RouterContext(inputs, self._capacity(block, r), self.placements.get(block), speed_P)
-            route = partial(attend_and_route, model=model, view=view, compute=dims.compute, document_BL=document)
+            context = RouterContext(inputs, self._capacity(block, r), self.placements.get(block), compute.rank_speeds)
+            route = partial(attend_and_route, model=model, view=view, compute=compute, document_BL=document)
             routed: Routed = self._attended(block, r, partial(route, context=context, ragged=dims.ragged))
             self.x[r], self.metadata[r], self.stats[block, r] = routed.x_BND, routed.metadata, routed.stats
             self._add_max_logits(block, routed.max_logit_H)
