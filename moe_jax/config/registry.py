@@ -10,7 +10,7 @@ kind, such as `GATE`. The packages of the parts import the files themselves, wit
 import ast
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib.resources import files
 from types import ModuleType
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -82,7 +82,7 @@ class Registry(Mapping[str, F]):
 
     def missing(self, facts: F, source: str) -> tuple[str, ...]:
         """Return the names that a file must define for its facts, and does not."""
-        defined = {*_defined(ast.parse(source).body)}
+        defined = {*_defined(_statements(source))}
         return tuple(name for name in self._defines(facts) if name not in defined)
 
     def check(self) -> None:
@@ -121,9 +121,14 @@ class Registry(Mapping[str, F]):
         return {name: importlib.import_module(f"{self._package}.{file}") for name, file in whole.items()}
 
 
+@lru_cache(maxsize=1)  # the names of a part are looked up right after its facts
+def _statements(source: str) -> list[ast.stmt]:
+    return ast.parse(source).body
+
+
 def _assigned(source: str) -> ast.expr | None:
     """Return the expression that a module assigns to `FACTS`, or None."""
-    for statement in ast.parse(source).body if _NAME in source else ():
+    for statement in _statements(source) if _NAME in source else ():
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)], value=value) if name == _NAME:
                 return value
