@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from moe_jax.config import AttentionView, Config, ModelConfig
+from moe_jax.config import AttentionView, ModelConfig, Sections
 from moe_jax.errors import ConfigError
 
 _LONGEST = 64  # blocks that a repetition may have
@@ -122,7 +122,7 @@ class Stages:
     head_blocks: int = 0  # the head costs as much as this many periods, without multi-token prediction
 
     @staticmethod
-    def of(config: Config) -> "Stages":
+    def of(config: Sections) -> "Stages":
         """Return the stages of a config. Raises ConfigError if the model has too few blocks."""
         stages, chunks = config.mesh.pipeline, config.schedule.virtual_stages
         check_blocks(config.model, stages, chunks)

@@ -46,7 +46,7 @@ class Registry(Mapping[str, F]):
 
     def __init__(self, package: str, kind: type[F], defines: Callable[[F], tuple[str, ...]]):
         """`defines` gives the names that the file of a part with these facts must define."""
-        self._package, self._kind, self._defines = package, kind, defines
+        self._package, self._kind, self._defines, self._default = package, kind, defines, kind()
 
     @cached_property
     def _parts(self) -> Mapping[str, Part[F]]:
@@ -110,7 +110,7 @@ class Registry(Mapping[str, F]):
     def of(self, name: str) -> F:
         """Return the facts of the part that a setting names: the defaults for `auto` and for external parts."""
         part = self._parts.get(name)
-        return self._kind() if part is None else part.facts
+        return self._default if part is None else part.facts
 
     def modules(self) -> dict[str, ModuleType]:
         """Import the modules of all parts that are complete, and return them by the parts' names.

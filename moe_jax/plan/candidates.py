@@ -208,6 +208,21 @@ def choices(
             yield found
 
 
+class Kept:
+    """Configs that are made when they are asked for, and kept."""
+
+    def __init__(self, more: Iterator[Config]):
+        self._more, self._made = more, list[Config]()
+
+    def __iter__(self) -> Iterator[Config]:
+        for place in itertools.count():
+            if place == len(self._made):
+                self._made.extend(itertools.islice(self._more, 1))
+            if place == len(self._made):
+                return
+            yield self._made[place]
+
+
 def _chosen(draft: Draft, base: Sections, overrides: Overrides) -> Config:
     """The config with these overrides. Raises ConfigError."""
     found = _checked(_sections(draft, base, overrides))

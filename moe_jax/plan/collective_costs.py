@@ -176,9 +176,10 @@ class CollectiveCosts:
 
     def share_links(self, one: DeviceGroup, other: DeviceGroup) -> bool:
         """Whether transfers within both groups use the same links. Axes of a torus are assumed to have their own."""
+        if min(one.ranks, other.ranks) == 1:
+            return False
         levels = [self._cluster.level(group.span) for group in (one, other)]
-        same = levels[0].devices == levels[1].devices
-        return min(one.ranks, other.ranks) > 1 and same and levels[0].dimensions is None
+        return levels[0].devices == levels[1].devices and levels[0].dimensions is None
 
     def exchange(self, num_bytes: float, group: DeviceGroup, algorithm: str = OPEN_EXCHANGE) -> ExchangeChoice:
         """The all-to-all of `num_bytes` that each rank has for all ranks, its own block included.

@@ -18,8 +18,7 @@ class ConfigMemory:
     cluster: Cluster
     factor: float
     _known: dict[Config, StepMemory] = field(default_factory=dict, init=False, compare=False)
-    # of steps with ticks, by all sections but the optimizer's
-    _with_ticks: dict[tuple[object, ...], StepMemory] = field(default_factory=dict, init=False, compare=False)
+    _by_key: dict[tuple[object, ...], StepMemory] = field(default_factory=dict, init=False, compare=False)
 
     def of(self, config: Config) -> StepMemory:
         """Return the memory of a config's step."""
@@ -28,15 +27,15 @@ class ConfigMemory:
         return self._known[config]
 
     def _memory_of(self, config: Config) -> StepMemory:
-        mesh, platform = config.mesh.sizes, self.cluster.device.platform
-        if not config.step_facts.has_ticks:
-            return step_memory(config, platform, mesh)
-        others = *memory_key(config), config.optimizer.zero == 3
-        if others not in self._with_ticks:
-            self._with_ticks[others] = step_memory(config, platform, mesh)
-        # the only memory of a step with ticks that ZeRO shards
+        mesh, platform, has_ticks = config.mesh.sizes, self.cluster.device.platform, config.step_facts.has_ticks
+        key = *memory_key(config), config.optimizer.zero == 3 if has_ticks else config.optimizer
+        if key not in self._by_key:
+            self._by_key[key] = step_memory(config, platform, mesh)
+        if not has_ticks:
+            return self._by_key[key]
+        # the only memory of a step with ticks that ZeRO 1 shards
         moments = moments_of(stage_parameters_of(config), config, mesh, platform)
-        return replace(self._with_ticks[others], optimizer=moments["optimizer"], on_host=moments["on_host"])
+        return replace(self._by_key[key], optimizer=moments["optimizer"], on_host=moments["on_host"])
 
     def fits(self, config: Config) -> bool:
         """Whether a config's step fits."""
@@ -49,11 +48,11 @@ class ConfigMemory:
 
 
 def memory_key(config: Sections) -> tuple[object, ...]:
-    """What the memory of a step with ticks depends on, apart from the optimizer: schedules often need the same."""
+    """What the memory of a step depends on, apart from the optimizer: schedules often need the same."""
     schedule = config.schedule
     facts, parts = schedule.policy_facts, schedule.microbatches if schedule.cuts_batch else 1
     return (
         *(value for name, value in sections_of(config).items() if name not in ("optimizer", "schedule")),
         *(schedule.pipeline, schedule.virtual_stages, schedule.head_blocks, schedule.remat, schedule.unroll),
-        *(facts.sends_ragged and parts > 1, parts, schedule.grad_reduce),
+        *(facts.sends_ragged and parts > 1, parts, schedule.grad_reduce, config.step_kind, config.param_gather),
     )

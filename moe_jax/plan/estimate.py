@@ -6,14 +6,14 @@ long as the one before; each further period is assumed to take as long, too.
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from moe_jax.config import Config
+from moe_jax.config import Config, ModelConfig
 from moe_jax.config.validate import check_batch_split
 from moe_jax.errors import ConfigError
 from moe_jax.plan.clusters import Cluster
@@ -59,7 +59,7 @@ class Estimate:
     algorithm: str  # of the all-to-alls
     simulated: Callable[[], Timeline] = field(repr=False, compare=False)
 
-    @cached_property
+    @functools.cached_property
     def timeline(self) -> Timeline:
         """The timeline of the model with few periods; in a pipeline, of a stage and one part of the batch."""
         return self.simulated()
@@ -73,7 +73,7 @@ class Estimate:
     def tokens_per_s(self) -> float:
         return self.tokens / self.step_s
 
-    @cached_property
+    @functools.cached_property
     def mfu(self) -> float:
         """Model FLOP utilisation: FLOPs of the model, without recomputation and padding, over the devices' peak."""
         flops = self.tokens * train_flops_per_token(self.config.model, self.config.data.seq_len)
@@ -106,7 +106,7 @@ def estimate(config: Config, cluster: Cluster) -> Estimate:
     measured = _measured(config)
 
     def with_periods(count: int) -> Step:
-        model = dataclasses.replace(config.model, num_layers=bottom + count * period + rest)
+        model = _with_layers(config.model, bottom + count * period + rest)
         return Step(dataclasses.replace(config, model=model), cluster, measured)
 
     count = min(periods, _PERIODS)
@@ -155,6 +155,12 @@ def _other_sizes(config: Config, devices: int) -> Iterator[tuple[str, int]]:
             if size and not rest:
                 dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, **changed))
                 yield axis, size
+
+
+@functools.lru_cache(maxsize=64)
+def _with_layers(model: ModelConfig, count: int) -> ModelConfig:
+    """The same model with another number of layers: one value for all configs, as it is a key of caches."""
+    return dataclasses.replace(model, num_layers=count)
 
 
 def _last_ones_alike(steps: Sequence[Step]) -> bool:

@@ -1,5 +1,6 @@
 """Times of a step's exchanges of rows, and of the gathers and sums of these rows over tensor ranks."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,12 +30,13 @@ class ExchangeTimes:
         self._tensor, self._shared_by = mesh["tensor"], config.mesh.expert_tensor_ranks(mesh)
         self._experts = DeviceGroup(config.mesh.expert_ranks(mesh), self._shared_by)
         self.has_gather_tasks = has_tensor_tasks(config, mesh)
+        self.seconds = functools.cache(self._seconds)
 
     def choice(self, num_bytes: float) -> ExchangeChoice:
         """The algorithm of an all-to-all: the config's, or the fastest one."""
         return self._collectives.exchange(num_bytes, self._experts, self._settings.algorithm)
 
-    def seconds(self, num_bytes: float) -> float:
+    def _seconds(self, num_bytes: float) -> float:
         """Seconds until all rows are where they are computed, gathers over tensor ranks included."""
         if self._shared_by == 1:
             return self.choice(num_bytes).seconds

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moe_jax.config import Config, MeshConfig, OptimizerConfig
+from moe_jax.config import Config, MeshConfig, OptimizerConfig, Sections
 from moe_jax.config.sections import HashedOnce
 from moe_jax.plan.collective_costs import CollectiveCosts, DeviceGroup, group_over
 from moe_jax.plan.resources import Owned, owned_parameters
@@ -56,11 +56,8 @@ def sums_of(config: Config, mesh: Mapping[str, int], bucket_cap_mb: float | None
 
     Without a limit (`bucket_cap_mb=None`) an owner's gradients of one group are one bucket.
     """
-    parts, hybrid, owners = parts_of(config, mesh), shard_groups(config, mesh), owned_parameters(config.model)
-    found = {
-        owned: _of_owner(params_by_group(owned, config, mesh), bucket_cap_mb, parts, hybrid) for owned in set(owners)
-    }
-    return tuple(found[owned] for owned in owners)
+    settings = bucket_cap_mb, _sharded_width(config), _Layout.of(config, mesh), config.optimizer.zero_axes is not None
+    return tuple(_sums_of_owner(owned, *settings) for owned in owned_parameters(config.model))
 
 
 _OWNERS = ("whole", "heads_and_hidden", "expert")  # in the order of `axes_of_copies`
@@ -81,7 +78,7 @@ class _Layout(HashedOnce):
     sharding_axes: tuple[str, ...]  # over which ZeRO may shard
 
     @staticmethod
-    def of(config: Config, mesh: Mapping[str, int]) -> "_Layout":
+    def of(config: Sections, mesh: Mapping[str, int]) -> "_Layout":
         """The layout of a config on a mesh of these sizes."""
         settings = config.mesh, config.model.moe.num_experts, config.replicas, config.optimizer.sharding_axes
         return _layout(*settings, tuple(mesh.items()))
@@ -113,7 +110,7 @@ def _layout(
     )
 
 
-def params_by_group(owned: Owned, config: Config, mesh: Mapping[str, int]) -> Mapping[DeviceGroup, int]:
+def params_by_group(owned: Owned, config: Sections, mesh: Mapping[str, int]) -> Mapping[DeviceGroup, int]:
     """Parameters of one device, by the group of devices of its pipeline stage that have the same ones."""
     return _params_by_group(owned, _Layout.of(config, mesh))
 
@@ -141,10 +138,11 @@ def parts_of(config: Config, mesh: Mapping[str, int]) -> dict[DeviceGroup, int]:
 
 def shard_groups(config: Config, mesh: Mapping[str, int]) -> dict[DeviceGroup, ShardGroups]:
     """The devices of hybrid sharding by the group that they are of; {} unless `optimizer.zero_axes` names axes."""
-    if config.optimizer.zero_axes is None:
-        return {}
-    layout = _Layout.of(config, mesh)
-    sharding = layout.sharding_axes
+    return {} if config.optimizer.zero_axes is None else _shard_groups(_Layout.of(config, mesh))
+
+
+def _shard_groups(layout: _Layout) -> dict[DeviceGroup, ShardGroups]:
+    sharding, mesh = layout.sharding_axes, dict(layout.sizes)
 
     def groups(axes: tuple[str, ...]) -> ShardGroups:
         inside, across = ([axis for axis in axes if (axis in sharding) is wanted] for wanted in (True, False))
@@ -169,7 +167,7 @@ def parts_by_owner(config: Config, mesh: Mapping[str, int]) -> dict[str, int]:
     return {owner: parts[group_over(each, mesh)] for owner, each in zip(_OWNERS, axes, strict=True)}
 
 
-def _sharded_width(config: Config) -> int:
+def _sharded_width(config: Sections) -> int:
     return config.model.hidden_size if config.optimizer.zero else 1
 
 
@@ -189,12 +187,12 @@ def _most_dividing(width: int, sizes: tuple[int, ...]) -> int:
     return max(ranks for ranks in products if width % ranks == 0)
 
 
-def own_parameters(owned: tuple[Owned, ...], config: Config, mesh: Mapping[str, int]) -> float:
+def own_parameters(owned: tuple[Owned, ...], config: Sections, mesh: Mapping[str, int]) -> float:
     """Parameters with optimizer moments on one device. ZeRO shards them over devices that have the same parameters."""
     return _own_parameters(owned, _sharded_width(config), _Layout.of(config, mesh))
 
 
-def moment_bytes(owned: tuple[Owned, ...], config: Config, mesh: Mapping[str, int]) -> int:
+def moment_bytes(owned: tuple[Owned, ...], config: Sections, mesh: Mapping[str, int]) -> int:
     """Bytes of the optimizer's moments of one device, in its memory or the host's, and of the average of parameters.
 
     Adafactor's, of rows and columns, are not counted, and neither is the average of score biases.
@@ -225,12 +223,13 @@ def _own_parameters(owned: tuple[Owned, ...], width: int, layout: _Layout) -> fl
     return total
 
 
-def _of_owner(
-    counts: Mapping[DeviceGroup, int],
-    bucket_cap_mb: float | None,
-    parts: Mapping[DeviceGroup, int],
-    hybrid: Mapping[DeviceGroup, ShardGroups],
+@functools.lru_cache(maxsize=256)
+def _sums_of_owner(
+    owned: Owned, bucket_cap_mb: float | None, width: int, layout: _Layout, is_hybrid: bool
 ) -> tuple[Sum, ...]:
+    """The reductions of one owner: cached because most blocks are alike, also those of models of another depth."""
+    parts, hybrid = _parts_of(width, layout), _shard_groups(layout) if is_hybrid else {}
+    counts = _params_by_group(owned, layout)
     shared = {group: count for group, count in counts.items() if group.ranks > 1 and count}
     groups, ranks = tuple(shared), [parts[group] for group in shared]
     sizes = [count // each for count, each in zip(shared.values(), ranks, strict=True)]

@@ -27,7 +27,7 @@ def too_large(search: PlanSearch, base: Config) -> Refused | None:
     if limit is None:
         return None
     # if that is open, and allowed
-    least = base if base.replicas else search.draft.choose(base, optimizer={"zero": 3})
+    least = base if base.replicas else search.draft.unchecked(base, optimizer={"zero": 3})
     if (parameters := search.memory_factor * parameter_bytes(least)) > limit:
         text = f"needs {parameters / 1e9:.1f} of {limit / 1e9:.1f} GB at least, for parameters alone"
         return Refused(mesh, lambda: Reason(text, parameters, parameters_alone=True))

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
-from moe_jax.config import Config, ModelConfig
+from moe_jax.config import Config, ModelConfig, Sections
 from moe_jax.config.layer_layout import Stages, segments
 from moe_jax.config.registry import PIPELINE_FACTS
 from moe_jax.errors import ConfigError
@@ -197,7 +197,7 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
     )
 
 
-def parameter_bytes(config: Config) -> int:
+def parameter_bytes(config: Sections) -> int:
     """Bytes of a device's parameters between steps."""
     mesh, has_ticks = config.mesh.sizes, config.step_facts.has_ticks
     if config.optimizer.zero == 3:
@@ -208,7 +208,7 @@ def parameter_bytes(config: Config) -> int:
     return 4 * parameters_per_device(config, mesh)
 
 
-def least_bytes(config: Config, platform: str) -> float:
+def least_bytes(config: Sections, platform: str) -> float:
     """A lower bound of `step_memory`: state and gradients.
 
     It is the same for all ways to recompute and to split the batch, and for all schedules of one kind of step.
@@ -226,7 +226,7 @@ def least_bytes(config: Config, platform: str) -> float:
     return parameters + moments - 1 + gradients - 1 + COMPILERS[platform].reserved_bytes
 
 
-def moments_of(owned: tuple[Owned, ...], config: Config, mesh: Mapping[str, int], platform: str) -> dict[str, int]:
+def moments_of(owned: tuple[Owned, ...], config: Sections, mesh: Mapping[str, int], platform: str) -> dict[str, int]:
     """Bytes of the moments of one device, and of the average of parameters, by the names in `StepMemory`."""
     on_host = offloaded_bytes(owned, config, mesh, platform)
     return {"optimizer": moment_bytes(owned, config, mesh) - on_host, "on_host": on_host}

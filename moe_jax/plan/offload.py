@@ -5,14 +5,14 @@ On CPUs both memories are one.
 
 from collections.abc import Mapping
 
-from moe_jax.config import Config
+from moe_jax.config import Config, Sections
 from moe_jax.plan.gradients import ITEM_BYTES, moment_bytes, own_parameters, parts_by_owner
 from moe_jax.plan.resources import Owned, count_parameters
 
 BYTES_AT_ONCE = 2**27  # of a float32 moment that are on the device: of as many blocks as fit, but at least one
 
 
-def offloaded_bytes(owned: tuple[Owned, ...], config: Config, mesh: Mapping[str, int], platform: str) -> int:
+def offloaded_bytes(owned: tuple[Owned, ...], config: Sections, mesh: Mapping[str, int], platform: str) -> int:
     """Bytes of one device's moments in the host's memory: also those of vectors, which are few and stay."""
     if not config.optimizer.offload_moments or platform == "cpu":
         return 0

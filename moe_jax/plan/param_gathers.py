@@ -1,6 +1,5 @@
 """What devices gather from each other if parameters are sharded (`optimizer.zero=3`): bytes and seconds."""
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -48,8 +47,8 @@ def gathered_parameter_bytes(config: Config, mesh: Mapping[str, int]) -> float:
         return sum(count for group, count in counts if shards[group] > 1)
 
     at_once = (2 if config.param_gather == "prefetch" else 1) * config.schedule.unroll
-    counts = {owned: (count, gathered(owned)) for owned, count in Counter(owners[1:-1]).items()}
-    blocks = min(at_once * max(own for _, own in counts.values()), sum(count * own for count, own in counts.values()))
+    counts = [(count, gathered(owned)) for owned, count in owners.blocks]
+    blocks = min(at_once * max(own for _, own in counts), sum(count * own for count, own in counts))
     ends = sorted([gathered(owners[0]), gathered(owners[-1])])
     return item * blocks + 4 * (ends[-1] if config.step_facts.orders_tasks else sum(ends))
 
@@ -70,8 +69,7 @@ def shard_cast_bytes(config: Config, mesh: Mapping[str, int]) -> float:
             owned = owned._replace(expert=0, expert_whole=0)
         return sum(count / shards[group] for group, count in params_by_group(owned, config, mesh).items())
 
-    counts = Counter(owned_parameters(model)[1:-1])
-    return ITEM_BYTES[dtype] * sum(count * own(owned) for owned, count in counts.items())
+    return ITEM_BYTES[dtype] * sum(count * own(owned) for owned, count in owned_parameters(model).blocks)
 
 
 def param_gathers(config: Config, mesh: Mapping[str, int]) -> tuple[dict[str, tuple[Gathered, ...]], ...]:

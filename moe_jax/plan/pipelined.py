@@ -69,9 +69,13 @@ class PipelinedStep:
         mesh = self.step.mesh
         return DeviceGroup(self.stages.stages, mesh["context"] * mesh["expert"] * mesh["tensor"])
 
+    @functools.cached_property
+    def _sends_share_links(self) -> bool:
+        return self.step.collectives.share_links(self._neighbours, self.step.experts)
+
     def _sent_s(self, concurrent: PassTime | None, send_s: float) -> float:
         """Seconds until a send that runs concurrently with a pass has arrived."""
-        if concurrent is None or not self.step.collectives.share_links(self._neighbours, self.step.experts):
+        if concurrent is None or not self._sends_share_links:
             return send_s
         wanted_s = {Priority.EXPERT: concurrent.exchange, Priority.PIPELINE: send_s}
         return finish_times_s(wanted_s)[Priority.PIPELINE] if send_s else 0.0

@@ -5,15 +5,14 @@ batch that fit into memory. Meshes that a lower bound of the step shows to be sl
 simulated. Then the best few meshes are tried with every policy and degree, bucket sizes, and forms over tensor ranks.
 """
 
-import bisect
 import contextlib
 import dataclasses
 import gc
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from moe_jax.config import Config
 from moe_jax.config.draft import Draft
@@ -23,7 +22,7 @@ from moe_jax.errors import ConfigError, UserError
 from moe_jax.plan.candidates import Refused, on_meshes, with_rates
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.infeasible import no_plan_message, too_large
-from moe_jax.plan.search import Candidate, MeshConfigs, PlanSearch, step_s
+from moe_jax.plan.search import Candidate, MeshConfigs, PlanSearch, remats, step_s
 from moe_jax.plan.speeds_text import with_rank_speeds
 
 _RANKED = 8  # meshes that are simulated at least
@@ -118,34 +117,51 @@ def _plan(draft: Draft, cluster: Cluster, memory_factor: float) -> Plans:
 def _fastest(search: PlanSearch, bases: Sequence[Config]) -> list[Candidate]:
     """The best candidates of the fastest meshes, and of the fastest with stages, in the order of the meshes.
 
-    Meshes are tried in the order of their lower bounds: at first of what any config takes, then of the best that fits.
-    Meshes with stages count only if some config of theirs may be faster than the fastest one that is known.
+    Meshes are tried in the order of their lower bounds: at first of what any config takes, then of the best that fits
+    without recomputing, or of any that recomputes, and so on. Meshes with stages count only if some config of theirs
+    may be faster than the fastest one that is known.
     """
     found: dict[int, Candidate] = {}
-    steps_s: list[float] = []
-    staged_s: list[float] = []
-    queue: list[tuple[float, int, MeshConfigs | None]] = [
-        (search.least_s(base), number, None) for number, base in enumerate(bases)
+    limits = _Limits.of(())
+    # the bound, the mesh, what is recomputed as an index in `remats`, and the configs that fit, once they are known
+    queue: list[tuple[float, int, int, MeshConfigs | None]] = [
+        (search.least_s(base, remats(base)[0]), number, 0, None) for number, base in enumerate(bases)
     ]
     heapq.heapify(queue)
     while queue:
-        least_s, number, configs = heapq.heappop(queue)
-        has_stages = bases[number].mesh.pipeline > 1
-        limit_s = _nth(steps_s, _RANKED)
-        if has_stages:
-            limit_s = max(limit_s, _nth(staged_s, _REFINED_STAGED))
-        if least_s > limit_s or (has_stages and configs is None and least_s > _nth(steps_s, 1)):
+        least_s, number, remat, configs = heapq.heappop(queue)
+        base, known = bases[number], found.get(number)
+        has_stages = base.mesh.pipeline > 1
+        limit_s = max(limits.ranked_s, limits.staged_s) if has_stages else limits.ranked_s
+        limit_s = min(limit_s, step_s(known)) if known else limit_s
+        is_first = configs is None and remat == 0
+        if least_s > limit_s or (has_stages and is_first and least_s > limits.best_s):
             continue
         if configs is None:
-            configs = search.fitting(bases[number])
-            heapq.heappush(queue, (configs.least_s, number, configs))
-            continue
-        if best := search.best_of(configs, limit_s):
+            configs = search.fitting(base, remats(base)[remat])
+            heapq.heappush(queue, (configs.least_s, number, remat, configs))
+            if not configs.complete and remat + 1 < len(remats(base)):
+                more = remats(base)[remat + 1]
+                heapq.heappush(queue, (search.least_s(base, more), number, remat + 1, None))
+        elif (best := search.best_of(configs, limit_s)) and (known is None or step_s(best) < step_s(known)):
             found[number] = best
-            bisect.insort(steps_s, step_s(best))
-            if has_stages:
-                bisect.insort(staged_s, step_s(best))
+            limits = _Limits.of(found.values())
     return [found[number] for number in sorted(found)]
+
+
+class _Limits(NamedTuple):
+    """Steps of the meshes that are known: of the best, and of the last ones that are ranked, or refined for stages."""
+
+    best_s: float
+    ranked_s: float
+    staged_s: float
+
+    @staticmethod
+    def of(found: Collection[Candidate]) -> "_Limits":
+        """The limits of these meshes; inf as long as there are too few."""
+        steps_s = sorted(map(step_s, found))
+        staged_s = sorted(step_s(each) for each in found if each.config.mesh.pipeline > 1)
+        return _Limits(_nth(steps_s, 1), _nth(steps_s, _RANKED), _nth(staged_s, _REFINED_STAGED))
 
 
 def _nth(ascending: Sequence[float], count: int) -> float:

@@ -2,11 +2,12 @@
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moe_jax.config import AttentionView, Config, ModelConfig
+from moe_jax.config import AttentionView, ModelConfig, Sections
 from moe_jax.config.facts import SCORE_BIAS
 from moe_jax.config.gates import gate_parameters
 from moe_jax.plan.recurrent import mean_over_blocks, recurrent_layer
@@ -108,6 +109,11 @@ class Owners(tuple[Owned, ...]):
     @functools.cached_property
     def _hash(self) -> int:
         return super().__hash__()
+
+    @functools.cached_property
+    def blocks(self) -> tuple[tuple[Owned, int], ...]:
+        """The different ones between the first and the last, each with its number: most blocks are alike."""
+        return tuple(Counter(self[1:-1]).items())
 
 
 @functools.lru_cache(maxsize=256)
@@ -266,7 +272,7 @@ def _mean_visible(view: AttentionView, seq_len: int) -> float:
     return width - width**2 / (2 * seq_len)
 
 
-def parameters_per_device(config: Config, mesh: Mapping[str, int]) -> int:
+def parameters_per_device(config: Sections, mesh: Mapping[str, int]) -> int:
     """Parameters of one device of a mesh of these sizes without pipeline stages, with its copies of experts."""
     counts = count_parameters(config.model)
     whole = counts.total - counts.expert - counts.heads_and_hidden

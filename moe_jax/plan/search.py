@@ -10,13 +10,12 @@ from dataclasses import dataclass, field, replace
 
 from moe_jax.config import Config
 from moe_jax.config.draft import Draft
-from moe_jax.errors import ConfigError
 from moe_jax.plan.candidates import (
     CHUNKS_MB,
     CONTEXT_FORMS,
     HEAD_BLOCKS,
+    Kept,
     Overrides,
-    Settings,
     accumulations,
     choices,
     guesses,
@@ -24,6 +23,7 @@ from moe_jax.plan.candidates import (
     other_placements,
     pipelines,
     plain,
+    policies,
     scheduled,
     schedules,
     stageless,
@@ -83,28 +83,15 @@ def step_s(candidate: Candidate) -> float:
 
 @dataclass(frozen=True)
 class MeshConfigs:
-    """The configs of one mesh that fit into memory, with the least time of each one's step; they are not simulated."""
+    """Configs of one mesh that fit into memory, with the least time of each one's step; they are not simulated."""
 
     configs: tuple[tuple[Config, float], ...]
+    complete: bool  # whether the mesh has no others
 
     @property
     def least_s(self) -> float:
-        return min(least_s for _, least_s in self.configs)
-
-
-class _Kept:
-    """Configs that are made when they are asked for, and kept."""
-
-    def __init__(self, more: Iterator[Config]):
-        self._more, self._made = more, list[Config]()
-
-    def __iter__(self) -> Iterator[Config]:
-        for place in itertools.count():
-            if place == len(self._made):
-                self._made.extend(itertools.islice(self._more, 1))
-            if place == len(self._made):
-                return
-            yield self._made[place]
+        """The least time of all of them; inf without any."""
+        return min((least_s for _, least_s in self.configs), default=math.inf)
 
 
 @dataclass(frozen=True)
@@ -115,7 +102,7 @@ class PlanSearch:
     cluster: Cluster
     memory_factor: float
     # configs by base, ZeRO stage, remat and parts
-    _known: dict[tuple[Config, int, str, int], _Kept] = field(default_factory=dict, init=False, compare=False)
+    _known: dict[tuple[Config, int, str, int], Kept] = field(default_factory=dict, init=False, compare=False)
     # bytes of state and gradients by base and ZeRO stage, and whether anything fits by these and remat
     _states: dict[tuple[Config, int], float] = field(default_factory=dict, init=False, compare=False)
     _fits: dict[tuple[Config, int, str], bool] = field(default_factory=dict, init=False, compare=False)
@@ -126,31 +113,37 @@ class PlanSearch:
         """The memory of configs."""
         return ConfigMemory(self.cluster, self.memory_factor)
 
-    def least_s(self, base: Config) -> float:
-        """Seconds that any config of a mesh takes at least, whatever fits."""
+    def least_s(self, base: Config, remat: str) -> float:
+        """Seconds that any config of a mesh that recomputes at least this takes at least, whatever fits."""
         possible = accumulations(base)
-        parts: Settings = {"grad_accumulation": possible[0]}
-        try:
-            simplest = self.draft.choose(base, schedule={**plain(), "remat": "none"}, train=parts)
-        except ConfigError:
+        # scheduled steps repeat no exchanges; "chunk" repeats what "full" does, and exchanges
+        simplest = plain() if remat == "none" else scheduled(policies("batch")[0], 1)
+        repeated = "full" if remat == "chunk" else remat
+        saving: Overrides = {
+            "schedule": {**simplest, "remat": repeated},
+            "train": {"grad_accumulation": possible[0]},
+        }
+        config = next(choices(self.draft, base, [saving]), None)
+        if config is None or config.schedule.remat != repeated:
             return 0.0
-        most_parts = max(possible[-1], simplest.train.grad_accumulation)
-        return least_work_s(simplest, self.cluster, most_parts) if simplest.schedule.remat == "none" else 0.0
+        return least_work_s(config, self.cluster, max(possible[-1], config.train.grad_accumulation))
 
-    def fitting(self, base: Config) -> MeshConfigs:
-        """Configs with each way to save memory, in as few parts of the batch as fit.
+    def fitting(self, base: Config, remat: str) -> MeshConfigs:
+        """Configs that recompute this, with each other way to save memory, in as few parts of the batch as fit.
 
-        If a config fits without saving memory, there are no others.
+        If a config fits without saving memory, there are no others; with stages also if any config fits.
         """
-        found = dict.fromkeys(self._fitting_stages(base) if base.mesh.pipeline > 1 else self._fitting(base))
-        return MeshConfigs(tuple((each, least_step_s(each, self.cluster)) for each in found))
+        fitting = self._fitting_stages if base.mesh.pipeline > 1 else self._fitting
+        found = dict.fromkeys(fitting(base, remat))
+        complete = (base.mesh.pipeline > 1 and bool(found)) or not all(map(self._saves_memory, found))
+        return MeshConfigs(tuple((each, least_step_s(each, self.cluster)) for each in found), complete)
 
-    def _fitting(self, base: Config) -> Iterator[Config]:
-        for saving in itertools.product(_ZEROS, _REMATS):
-            if not self._fits_somehow(base, *saving):
+    def _fitting(self, base: Config, remat: str) -> Iterator[Config]:
+        for zero in _ZEROS:
+            if not self._fits_somehow(base, zero, remat):
                 continue
             firsts: dict[bool, Config] = {}  # a scheduled step stores more, and so may need more parts of the batch
-            for each in itertools.chain.from_iterable(self._saving(base, *saving)):
+            for each in itertools.chain.from_iterable(self._saving(base, zero, remat)):
                 plain = each.schedule.policy_facts.cuts is None
                 if plain not in firsts and self.memory.fits(each):
                     firsts[plain] = each
@@ -188,15 +181,29 @@ class PlanSearch:
         Those that take longer than `limit_s` are not simulated.
         """
         others = (each for config in configs for each in other_placements(self.draft, config))
-        found = (self.best_of(self.fitting(each), limit_s) for each in others if self.fits_at_all(each))
+        found = (self._best_on(each, limit_s) for each in others if self.fits_at_all(each))
         return [each for each in found if each]
 
-    def _fitting_stages(self, base: Config) -> Iterator[Config]:
+    def _best_on(self, base: Config, limit_s: float) -> Candidate | None:
+        """The fastest candidate of a mesh, if it takes no longer than `limit_s`."""
+        best = None
+        for remat in remats(base):
+            if self.least_s(base, remat) > limit_s:
+                break
+            found = self.fitting(base, remat)
+            if candidate := self.best_of(found, limit_s):
+                best = min(filter(None, (best, candidate)), key=step_s)
+                limit_s = min(limit_s, step_s(best))
+            if found.complete:
+                break
+        return best
+
+    def _fitting_stages(self, base: Config, remat: str) -> Iterator[Config]:
         """Pipelined configs with the cheapest savings that fit.
 
         More parts of the batch are less efficient each, but leave stages less idle.
         """
-        for remat, zero in itertools.product(_STAGED_REMATS, _ZEROS):
+        for zero in _ZEROS:
             if not self._fits_somehow(base, zero, remat):
                 continue
             first_guesses = itertools.islice(self._first_guesses(base, zero, remat), _PARTS)
@@ -231,7 +238,7 @@ class PlanSearch:
         """Other ways to save memory, with the same number of parts of the batch, or the next smaller or larger one."""
         possible = accumulations(config)
         place = possible.index(config.train.grad_accumulation) if config.train.grad_accumulation in possible else 0
-        for zero, remat, parts in itertools.product(_ZEROS, _remats(config), possible[max(place - 1, 0) : place + 2]):
+        for zero, remat, parts in itertools.product(_ZEROS, remats(config), possible[max(place - 1, 0) : place + 2]):
             yield {
                 "optimizer": {"zero": zero},
                 "schedule": {"remat": remat},
@@ -255,7 +262,7 @@ class PlanSearch:
         for alike in self._saving(base, zero, remat):
             yield from itertools.islice((each for each in alike if self.memory.fits(each)), 1)
 
-    def _saving(self, base: Config, zero: int, remat: str) -> Iterator[_Kept]:
+    def _saving(self, base: Config, zero: int, remat: str) -> Iterator[Kept]:
         """Configs with these savings, the largest parts of the batch that fit first, then smaller ones."""
         possible = accumulations(base)
         for parts in possible[self._first_fitting(base, zero, remat, possible) :]:
@@ -277,15 +284,15 @@ class PlanSearch:
         )
         return bisect.bisect_left(range(most), True, lo=min(1, most), key=fits)
 
-    def _in_parts(self, base: Config, zero: int, remat: str, parts: int) -> _Kept:
+    def _in_parts(self, base: Config, zero: int, remat: str, parts: int) -> Kept:
         """Configs with these savings and this number of parts, for each guess of a schedule."""
         if zero == 2 and (parts == 1 or base.mesh.pipeline > 1) and "optimizer.zero" in self.draft.open:
-            return _Kept(iter(()))  # the same as ZeRO 1, or refused
+            return Kept(iter(()))  # the same as ZeRO 1, or refused
         key = base, zero, remat, parts
         if key not in self._known:
             saving: Overrides = {"optimizer": {"zero": zero}, "train": {"grad_accumulation": parts}}
             overrides = ({**saving, "schedule": {"remat": remat, **each}} for each in guesses())
-            self._known[key] = _Kept(self._unlike_too_large(base, overrides))
+            self._known[key] = Kept(self._unlike_too_large(base, overrides))
         return self._known[key]
 
     def _unlike_too_large(self, base: Config, overrides: Iterable[Overrides]) -> Iterator[Config]:
@@ -296,7 +303,7 @@ class PlanSearch:
         too_large = set[object]()
         for each in choices(self.draft, base, overrides, lambda sections: memory_key(sections) in too_large):
             yield each
-            if each.step_facts.has_ticks and not self.memory.fits(each):
+            if not self.memory.fits(each):
                 too_large.add(memory_key(each))
 
     def _best_of(self, known: Candidate, overrides: Iterable[Overrides]) -> Candidate:
@@ -330,7 +337,7 @@ class PlanSearch:
     def fits_at_all(self, base: Config) -> bool:
         """Whether the config fits with all ways to save memory."""
         # what saves most is likeliest to fit
-        savings = itertools.product(reversed(_ZEROS), reversed(_remats(base)[2:]))
+        savings = itertools.product(reversed(_ZEROS), reversed(remats(base)[2:]))
         return any(self._fits_somehow(base, *saving) for saving in savings)
 
     def least(self, base: Config) -> StepMemory:
@@ -340,7 +347,7 @@ class PlanSearch:
             least = min((memory.total for memory in found.values()), default=math.inf)
             if self._state_bytes(base, zero) > least:
                 continue
-            configs = (each for remat in _remats(base)[2:] for each in self._least(base, zero, remat))
+            configs = (each for remat in remats(base)[2:] for each in self._least(base, zero, remat))
             if memories := list(map(self.memory.of, dict.fromkeys(configs))):
                 found[zero] = min(memories, key=_total)
         return min((found[zero] for zero in sorted(found)), key=_total)
@@ -364,9 +371,8 @@ class PlanSearch:
     def _state_bytes(self, base: Config, zero: int) -> float:
         """Bytes of state and gradients with this stage of ZeRO, which bound the memory of all its configs."""
         if (base, zero) not in self._states:
-            tried = ({"optimizer": {"zero": zero}, "schedule": each} for each in guesses())
-            found = next(choices(self.draft, base, tried), None)
-            self._states[base, zero] = least_bytes(found, self.cluster.device.platform) if found else 0.0
+            unchecked = self.draft.unchecked(base, optimizer={"zero": zero})
+            self._states[base, zero] = least_bytes(unchecked, self.cluster.device.platform)
         return self._states[base, zero]
 
     def _least(self, base: Config, zero: int, remat: str) -> Iterator[Config]:
@@ -380,6 +386,6 @@ class PlanSearch:
             yield from self._in_parts(base, zero, remat, parts[0])
 
 
-def _remats(config: Config) -> tuple[str, ...]:
+def remats(config: Config) -> tuple[str, ...]:
     """What may be recomputed on a mesh, from the least to the most."""
     return _STAGED_REMATS if config.mesh.pipeline > 1 else _REMATS

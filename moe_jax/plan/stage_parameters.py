@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from moe_jax.config import Config
+from moe_jax.config import Config, Sections
 from moe_jax.config.layer_layout import Stages, segments
 from moe_jax.plan.collective_costs import DeviceGroup
 from moe_jax.plan.gradients import ITEM_BYTES, Sum, params_by_group, parts_of, shard_groups
@@ -18,12 +18,12 @@ class StageParameters(NamedTuple):
     ends: Owned  # embedding, last norm and head
     blocks: Owned
 
-    def on_device(self, config: Config, mesh: Mapping[str, int]) -> int:
+    def on_device(self, config: Sections, mesh: Mapping[str, int]) -> int:
         """Parameters of one device."""
         return sum(sum(params_by_group(owned, config, mesh).values()) for owned in self)
 
 
-def stage_parameters_of(config: Config) -> StageParameters:
+def stage_parameters_of(config: Sections) -> StageParameters:
     """Parameters of each stage of a config. Raises ConfigError if it has too few blocks."""
     return _stage_parameters(Stages.of(config))
 

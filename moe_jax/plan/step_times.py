@@ -286,12 +286,11 @@ class Step:
                 whole_s={"F": forward, "B": backward},
             )
 
+        alike = list(zip(map(self.squares_s, _DIRECTIONS), self._from_others(model), strict=True))  # in all blocks
+
         def block(kind: str, part: Owned) -> OpTimes:
-            gathered_s, from_others = self._gathered(model, kind), self._from_others(model)
-            waited = [
-                self.squares_s(direction) + gathered_s + others_s
-                for direction, others_s in zip(_DIRECTIONS, from_others, strict=True)
-            ]
+            gathered_s = self._gathered(model, kind)
+            waited = [squares_s + gathered_s + others_s for squares_s, others_s in alike]
             found = op(
                 "attend" if kind == "moe" else "dense",
                 part._replace(expert=0, expert_whole=0),

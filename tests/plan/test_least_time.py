@@ -92,13 +92,21 @@ def test_the_bound_of_a_plain_step_with_gathers_is_its_time() -> None:
 
 
 def test_a_mesh_has_no_config_below_its_bound() -> None:
-    """The bound of a mesh, from the work of its simplest config, against the bounds of all that fit."""
-    search = PlanSearch(open_draft(load_config(None, [*MODEL, "mesh.data=16"])), H100S, 1.0)
-    bases = [each for each in on_meshes(search.draft, H100S) if isinstance(each, Config)]
-    fitting = [(search.least_s(each), search.fitting(each).least_s) for each in bases if search.fits_at_all(each)]
-    assert len(fitting) > 10
-    assert all(least_s <= of_best_s for least_s, of_best_s in fitting)
-    assert max(least_s / of_best_s for least_s, of_best_s in fitting) > 0.6
+    """The bound of a mesh, from the work of its simplest config that recomputes as much, against those of all that fit.
+
+    With little memory, some configs recompute.
+    """
+    least_s = {"none": 0.0, "dots": 0.0, "full": 0.0}  # the largest shares of the best that fits
+    for memory_factor in (1.0, 16.0):
+        search = PlanSearch(open_draft(load_config(None, [*MODEL, "mesh.data=16"])), H100S, memory_factor)
+        bases = [each for each in on_meshes(search.draft, H100S) if isinstance(each, Config)]
+        fitting = [each for each in bases if search.fits_at_all(each)]
+        assert len(fitting) > 10
+        for base, remat in itertools.product(fitting, least_s):
+            share = search.least_s(base, remat) / search.fitting(base, remat).least_s
+            assert share <= 1
+            least_s[remat] = max(least_s[remat], share)
+    assert min(least_s.values()) > 0.6
 
 
 def test_the_work_of_a_step_is_that_of_its_longest_stage() -> None:

@@ -4,11 +4,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_jax.config.ranges import ANY, EXPERTS, LARGE, PARTS, SAMPLED, Range, number
+from moe_jax.config.sections.hashing import HashedOnce
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(HashedOnce):
     """Checkpoints of the training state, in log.dir, and its safety copies."""
+
+    __hash__ = HashedOnce.__hash__
 
     every: int = number(500, Range(0, ANY))  # steps; 0: only at the end
     keep: int = number(2, Range(1, ANY))  # newest checkpoints to keep; older ones are deleted
@@ -19,8 +22,10 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneConfig:
+class TuneConfig(HashedOnce):
     """Tuning of settings during training, by timed steps, see docs/tune.md."""
+
+    __hash__ = HashedOnce.__hash__
 
     # schedule.bucket_cap_mb, schedule.microbatches, exchange.algorithm; none: no setting is tuned
     over: tuple[Literal["bucket_cap_mb", "microbatches", "algorithm"], ...] = ()
@@ -32,8 +37,10 @@ class TuneConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MigrationConfig:
+class MigrationConfig(HashedOnce):
     """Migration of experts between ranks during training, to balance their load, see docs/migration.md."""
+
+    __hash__ = HashedOnce.__hash__
 
     enabled: bool = False
     every: int = number(50, Range(1, ANY))  # steps between two checks of the ranks' load, which is summed over them
@@ -50,8 +57,10 @@ class MigrationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogConfig:
+class LogConfig(HashedOnce):
     """The output of a run: its folder, records, alarms, traces and sample."""
+
+    __hash__ = HashedOnce.__hash__
 
     dir: str = "runs/default"  # the folder of the run, also in a bucket (docs/object_stores.md)
     every: int = number(10, Range(1, ANY))  # steps between two records
@@ -74,8 +83,10 @@ class LogConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig:
+class PlanConfig(HashedOnce):
     """The cluster and the router for which `auto` settings are planned, see docs/plan.md."""
+
+    __hash__ = HashedOnce.__hash__
 
     cluster: str | None = None  # h100x64, or the file of a measured profile; null: the devices of the run
     # rows of the busiest expert rank / mean of all ranks, for experts without a capacity; 1: the router is balanced

@@ -3,11 +3,12 @@
 Each error message gives the setting, its value and the cure.
 """
 
+import dataclasses
 import functools
 import itertools
 
 from moe_jax.config.attention_kernels import check_attention_kernel
-from moe_jax.config.sections import Sections
+from moe_jax.config.sections import DataConfig, Sections
 from moe_jax.config.validate.data import check_data, check_overrides
 from moe_jax.config.validate.hot_experts import check_hot_experts
 from moe_jax.config.validate.mesh import (
@@ -22,7 +23,7 @@ from moe_jax.config.validate.model import check_model, check_mtp
 from moe_jax.config.validate.optimizer import check_optimizer, check_qk_clip, check_sharding_axes
 from moe_jax.config.validate.pipeline import check_pipeline
 from moe_jax.config.validate.plugins import check_parts
-from moe_jax.config.validate.ranges import check_ranges, setting
+from moe_jax.config.validate.ranges import check_ranges, check_section_ranges, setting
 from moe_jax.config.validate.schedule import check_exchange, check_node_split, check_schedule
 from moe_jax.config.validate.training import check_training, check_tune
 from moe_jax.errors import ConfigError, nearest_multiples
@@ -48,8 +49,8 @@ __all__ = [
 
 def check_config(config: Sections) -> None:
     """Raise ConfigError for a value out of range or for settings that contradict each other."""
-    check_paths(config)
-    check_ranges(config)
+    for name in _NAMES:
+        _check_section(name, getattr(config, name))
     check_parts(config)
     check_model(config.model)
     check_mesh(config)
@@ -76,25 +77,24 @@ def plain_setting(name: str, path: str) -> str:
         raise ConfigError(f"{name}={path} {error}") from None
 
 
-_NAMES = {
+_NAMES = tuple(field.name for field in dataclasses.fields(Sections))
+_PATHS = {
     section: tuple(name.partition(".")[2] for name in names)
     for section, names in itertools.groupby(sorted(SETTINGS), lambda name: name.partition(".")[0])
 }
 
 
-def check_paths(config: Sections) -> None:
-    """Raise ConfigError for a path with `~` or a variable, which a config made in Python may contain."""
-    for name in _NAMES:
-        _check_section(name, getattr(config, name))
-    for number, source in enumerate(config.data.sources):
-        _check_path(f"data.sources[{number}].path", source.path)
-
-
-@functools.lru_cache(maxsize=2**10)
+@functools.lru_cache(maxsize=2**14)
 def _check_section(name: str, section: object) -> None:
-    """Check the paths of a section: cached because a plan makes thousands of configs with the same one."""
-    for key in _NAMES[name]:
+    """Check the paths and numbers of a section: cached because a plan makes thousands of configs with the same one.
+
+    A config made in Python may have a path with `~` or a variable.
+    """
+    for key in _PATHS.get(name, ()):
         _check_path(f"{name}.{key}", getattr(section, key))
+    for number, source in enumerate(section.sources if isinstance(section, DataConfig) else ()):
+        _check_path(f"data.sources[{number}].path", source.path)
+    check_section_ranges(name, section)
 
 
 def _check_path(name: str, path: str | None) -> None:

@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import operator
 import re
 
 from moe_jax.config.registry import (
@@ -16,7 +17,6 @@ from moe_jax.config.registry import (
     REGISTRIES,
 )
 from moe_jax.config.sections import Sections
-from moe_jax.config.validate.ranges import setting
 from moe_jax.errors import ConfigError
 
 # The names of built-in parts, by setting. Other parts are named package.module:name.
@@ -28,6 +28,7 @@ BUILT_IN_PARTS = {
     "exchange.algorithm": (OPEN_EXCHANGE, *EXCHANGE_FACTS),
     "optimizer.name": tuple(OPTIMIZER_FACTS),
 }
+_values_of = operator.attrgetter(*BUILT_IN_PARTS)
 _OPEN = ("schedule.policy",)  # settings that may be auto until they are planned
 _ELSEWHERE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _MOST_COMPARED = 200  # characters
@@ -40,11 +41,11 @@ def check_parts(config: Sections) -> None:
     """
     for registry in REGISTRIES:
         registry.check()
-    _check_names(tuple(str(setting(config, name)) for name in BUILT_IN_PARTS))
+    _check_names(*_values_of(config))
 
 
 @functools.lru_cache(maxsize=256)
-def _check_names(values: tuple[str, ...]) -> None:
+def _check_names(*values: str) -> None:
     """Check the settings of `BUILT_IN_PARTS`, in order: cached because a plan makes thousands of configs."""
     for (name, own), value in zip(BUILT_IN_PARTS.items(), values, strict=True):
         if value not in own and not _ELSEWHERE.fullmatch(value):

@@ -38,13 +38,12 @@ _getter = functools.cache(operator.attrgetter)
 def check_ranges(config: Sections) -> None:
     """Raise ConfigError for a number out of its range."""
     for name in _BY_SECTION:
-        _check_section(name, getattr(config, name))
+        check_section_ranges(name, getattr(config, name))
 
 
-@functools.lru_cache(maxsize=2**14)
-def _check_section(name: str, section: object) -> None:
-    """Check the numbers of a section: cached because a plan makes thousands of configs with the same one."""
-    for key, full_name in _BY_SECTION[name].items():
+def check_section_ranges(name: str, section: object) -> None:
+    """The same for one section."""
+    for key, full_name in _BY_SECTION.get(name, {}).items():
         value = _getter(key)(section)
         if value is None or isinstance(value, tuple):
             continue

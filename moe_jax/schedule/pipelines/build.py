@@ -50,24 +50,27 @@ def _assign_ticks(orders: Sequence[Sequence[StageTick]], chunks: int) -> tuple[t
     A stage's outputs reach the next stage one tick later. Raises ScheduleError if stages wait for each other.
     """
     stages = len(orders)
+    tasks = [[_tasks(slot, stage) for slot in order] for stage, order in enumerate(orders)]
+    needs = [[_needs(slot, stages, chunks) for slot in slots] for slots in tasks]
     done: set[TableTask] = set()
     places = [0] * stages
     ticks = []
-
-    def tasks(stage: int) -> list[TableTask]:
-        return [TableTask(direction, stage, work) for direction, work in orders[stage][places[stage]].tasks()]
-
-    def is_ready(stage: int) -> bool:
-        slot = tasks(stage)
-        own = {task for task in slot if task.direction == "B"}  # its W may be in the same slot
-        return all(need in done or need in own for task in slot for need in inputs(task, stages, chunks))
-
     while left := [stage for stage in range(stages) if places[stage] < len(orders[stage])]:
-        ready = set(filter(is_ready, left))
+        ready = {stage for stage in left if needs[stage][places[stage]] <= done}
         if not ready:
-            stuck = tasks(left[0])[0]
+            stuck = tasks[left[0]][places[left[0]]][0]
             raise ScheduleError(f"{stuck} waits for what never runs: check the order of each stage")
         ticks.append(tuple(orders[stage][places[stage]] if stage in ready else StageTick() for stage in range(stages)))
-        done |= {task for stage in ready for task in tasks(stage)}
+        done.update(*(tasks[stage][places[stage]] for stage in ready))
         places = [place + (stage in ready) for stage, place in enumerate(places)]
     return tuple(ticks)
+
+
+def _tasks(slot: StageTick, stage: int) -> list[TableTask]:
+    return [TableTask(direction, stage, work) for direction, work in slot.tasks()]
+
+
+def _needs(slot: Sequence[TableTask], stages: int, chunks: int) -> set[TableTask]:
+    """The tasks that must end before a slot can start."""
+    own = {task for task in slot if task.direction == "B"}  # its W may be in the same slot
+    return {need for task in slot for need in inputs(task, stages, chunks)} - own

@@ -1,6 +1,6 @@
 """Memory that a table needs: the activations in flight, and the buffers that store them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -39,12 +39,21 @@ def in_flight(table: Table, until: str | None = None) -> tuple[int, ...]:
 
     Activations are stored from the start of F to the end of `until`: B or W; None means W if it is split, else B.
     """
-    lifetimes = _saved(table, until or _last(table))
-    return tuple(_most_at_once(_of_stage(lifetimes, stage).values()) for stage in range(table.stages))
+    return _most_at_once(_saved(_ran(table), until or _last(table)), table)
 
 
 def slots_of(table: Table) -> Slots:
     """Assign a static buffer to every value that outlives a tick, with as few slots as possible."""
+    return Slots(*(_assign_slots(each, table.stages) for each in _lifetimes(table)))
+
+
+def slot_counts(table: Table) -> tuple[int, ...]:
+    """The numbers of slots of `slots_of`, in its order: as many as a stage needs at once."""
+    return tuple(max(_most_at_once(each, table)) for each in _lifetimes(table))
+
+
+def _lifetimes(table: Table) -> tuple[_Lifetimes, ...]:
+    """The lifetimes of all values, in the order of `Slots`."""
     ran = _ran(table)
     activations: _Lifetimes = {}
     gradients: _Lifetimes = {}
@@ -57,8 +66,7 @@ def slots_of(table: Table) -> Slots:
             gradients[key] = _Lifetime(ran[sender] + 1, tick)
         if task.direction == "W":
             weight[key] = _Lifetime(ran[task._replace(direction="B")], tick)
-    lifetimes = (_saved(table, _last(table)), weight, activations, gradients)
-    return Slots(*(_assign_slots(each, table.stages) for each in lifetimes))
+    return _saved(ran, _last(table)), weight, activations, gradients
 
 
 def _last(table: Table) -> str:
@@ -69,8 +77,7 @@ def _ran(table: Table) -> dict[TableTask, int]:
     return {task: tick for tick, task in table.tasks()}
 
 
-def _saved(table: Table, until: str) -> _Lifetimes:
-    ran = _ran(table)
+def _saved(ran: Mapping[TableTask, int], until: str) -> _Lifetimes:
     return {
         (task.stage, task.work): _Lifetime(tick, ran[task._replace(direction=until)])
         for task, tick in ran.items()
@@ -78,13 +85,13 @@ def _saved(table: Table, until: str) -> _Lifetimes:
     }
 
 
-def _of_stage(lifetimes: _Lifetimes, stage: int) -> dict[ChunkPass, _Lifetime]:
-    return {work: lifetime for (owner, work), lifetime in lifetimes.items() if owner == stage}
-
-
-def _most_at_once(lifetimes: Iterable[_Lifetime]) -> int:
-    changes = [change for lifetime in lifetimes for change in ((lifetime.first, 1), (lifetime.last + 1, -1))]
-    return max(accumulate(change for _, change in sorted(changes)), default=0)
+def _most_at_once(lifetimes: _Lifetimes, table: Table) -> tuple[int, ...]:
+    """The most values that each stage has in one tick."""
+    changes = [[0] * (len(table.ticks) + 1) for _ in range(table.stages)]
+    for (stage, _), (first, last) in lifetimes.items():
+        changes[stage][first] += 1
+        changes[stage][last + 1] -= 1
+    return tuple(max(accumulate(each)) for each in changes)
 
 
 def _assign_slots(lifetimes: _Lifetimes, stages: int) -> Buffers:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_jax.schedule.pipelines.build import make_table
-from moe_jax.schedule.pipelines.memory import slots_of
+from moe_jax.schedule.pipelines.memory import slot_counts
 from moe_jax.schedule.pipelines.table import ChunkPass, StageTick, Table
 
 _ROUNDS = 3  # of as many microbatches as there are stages; after them a table repeats itself
@@ -65,9 +65,8 @@ def tick_slots(name: str, stages: int, microbatches: int, chunks: int = 1) -> Ti
 
 
 def _outline(table: Table) -> Outline:
-    slots = slots_of(table)
     ticks = Counter(tuple(map(_passes, tick)) for tick in table.ticks)
-    return Outline(ticks, table.has_pairs, *(buffers.num_slots for buffers in (slots.saved, slots.weight, *slots[2:])))
+    return Outline(ticks, table.has_pairs, *slot_counts(table))
 
 
 def _passes(slot: StageTick) -> StagePasses:
