@@ -27,12 +27,8 @@ RUNS = {
             "schedule.weight_grad=greedy schedule.grad_reduce=bucketed schedule.bucket_cap_mb=1",
         ],
     ),
-    "context and expert ranks": (
-        "mesh.data=1 mesh.context=2 mesh.expert=4",
-        ["schedule.policy=unified schedule.microbatches=2"],
-    ),
-    "context ranks, a batch in parts": (
-        "mesh.data=4 mesh.context=2 train.grad_accumulation=2",
+    "context and expert ranks, a batch in parts": (
+        "mesh.data=2 mesh.context=2 mesh.expert=2 train.grad_accumulation=2",
         ["schedule.policy=unified schedule.microbatches=2"],
     ),
     "pipeline stages": (
