@@ -9,10 +9,9 @@ import json
 import time
 from typing import Any, NamedTuple
 
+from planned_model import draft_of, plan_command
 from results_file import RESULTS, rounded, write_result
 
-from moe_jax.config.draft import open_draft
-from moe_jax.config.yaml_io import load_draft
 from moe_jax.errors import CommandParser, run_command
 from moe_jax.plan.clusters import find_cluster
 from moe_jax.plan.planner import plan
@@ -40,15 +39,13 @@ VARIANTS: dict[str, tuple[str, ...]] = {"all axes": (), "without context ranks":
 def planned(case: Case, more: tuple[str, ...]) -> dict[str, Any]:
     """Return the best plan and what it took to find it."""
     settings = (*case.settings, *more)
-    given = load_draft(f"configs/models/{case.model}.yaml", settings)
-    draft = open_draft(given, fixed={each.partition("=")[0] for each in settings})
+    draft = draft_of(case.model, settings)
     start_s = time.process_time()
     found = plan(draft, find_cluster(case.cluster))
     cpu_s = time.process_time() - start_s
     return {
-        "command": f"python -m moe_jax.plan --model configs/models/{case.model}.yaml --cluster {case.cluster} "
-        + " ".join(settings),
-        "sequences": given.train.batch_size,
+        "command": plan_command(case.model, case.cluster, settings),
+        "sequences": draft.train.batch_size,
         "step_s": rounded(found.best.estimate.step_s),
         "mfu": rounded(found.best.estimate.mfu),
         "mesh": found.best.mesh,

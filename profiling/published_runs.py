@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from planned_model import draft_of
 from results_file import rounded, write_result
 
 from moe_jax.config import Config
-from moe_jax.config.draft import open_draft
-from moe_jax.config.yaml_io import load_config, load_draft
+from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import CommandParser, run_command
 from moe_jax.plan.candidates import mesh_text
 from moe_jax.plan.clusters import Cluster, LinkCurve, find_cluster
@@ -91,9 +91,7 @@ def rows_per_place(top_k: int, places: float) -> float:
 def planned(run: dict[str, Any]) -> Estimate:
     """Return the estimate of the best plan, with the mesh, schedule and memory savings chosen freely."""
     fixed = [each for each in settings_of(run) if each == _BALANCED or not each.startswith(_FREE)]
-    given = load_draft(f"configs/models/{run['model']}.yaml", fixed)
-    draft = open_draft(given, fixed={each.partition("=")[0] for each in fixed})
-    return plan(draft, find_cluster(run["cluster"])).best.estimate
+    return plan(draft_of(run["model"], fixed), find_cluster(run["cluster"])).best.estimate
 
 
 def described(found: Estimate, step_s: float) -> dict[str, Any]:

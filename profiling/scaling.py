@@ -8,10 +8,9 @@ import math
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
+from planned_model import draft_of, plan_command
 from results_file import rounded, write_result
 
-from moe_jax.config.draft import open_draft
-from moe_jax.config.yaml_io import load_draft
 from moe_jax.errors import CommandParser, run_command
 from moe_jax.plan.clusters import find_cluster
 from moe_jax.plan.planner import plan
@@ -23,11 +22,6 @@ class Case(NamedTuple):
     model: str  # name in configs/models
     cluster: str
     settings: tuple[str, ...]
-
-    @property
-    def command(self) -> str:
-        settings = " ".join(self.settings)
-        return f"python -m moe_jax.plan --model configs/models/{self.model}.yaml --cluster {self.cluster} {settings}"
 
 
 CASES = (
@@ -43,12 +37,10 @@ _COLORS = {"data": "#4c78a8", "expert": "#f2a541", "pipeline": "#e45756", "tenso
 
 def planned(case: Case) -> dict[str, Any]:
     """Return the best plan, and the duration of the search."""
-    given = load_draft(f"configs/models/{case.model}.yaml", case.settings)
-    draft = open_draft(given, fixed={each.partition("=")[0] for each in case.settings})
-    found = plan(draft, find_cluster(case.cluster))
+    found = plan(draft_of(case.model, case.settings), find_cluster(case.cluster))
     best, schedule = found.best, found.config.schedule
     return {
-        "command": case.command,
+        "command": plan_command(*case),
         "chips": found.cluster.devices,
         "mesh": {axis: size for axis, size in found.config.mesh.sizes.items() if size > 1},
         "experts_over_context": found.config.mesh.experts_over_context,
