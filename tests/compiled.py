@@ -16,7 +16,7 @@ from moe_jax.step.compile import StepProgram
 
 # compiler options that choose XLA's newer emitters; {} where `conftest.py` has not chosen the older ones
 OLDER_EMITTERS = "--xla_cpu_use_fusion_emitters=false"
-NEWER_EMITTERS = {"xla_cpu_use_fusion_emitters": True} if OLDER_EMITTERS in os.environ.get("XLA_FLAGS", "") else {}
+NEWER_EMITTERS = {"xla_cpu_use_fusion_emitters": True} if OLDER_EMITTERS in os.environ["XLA_FLAGS"] else {}
 LARGE = 2_500_000  # characters of a program, above which the older ones are slower
 
 

@@ -91,20 +91,15 @@ def _fully_sharded() -> list[Piece]:
     ]
 
 
-def _fully_sharded_runs() -> list[Piece]:
-    losses, plans = result("sharded_losses"), result("fully_sharded_plans")["plans"].values()
+def _fully_sharded_plans() -> list[Piece]:
+    plans = result("fully_sharded_plans")["plans"].values()
     any_mesh, no_stages = (
         [each[meshes]["0 to 3"]["tokens_per_s"] / each[meshes]["0 to 2"]["tokens_per_s"] for each in plans]
         for meshes in ("any", "no pipeline stages")
     )
     assert sorted(any_mesh)[:-1] == [1.0] * (len(any_mesh) - 1), "all plans but one are the same"
     return [
-        (
-            "fully_sharded.md",
-            f"losses of {losses['steps']} steps on {len(losses['meshes'])} meshes differ by at most "
-            f"{losses['largest_relative_difference']:.1e}".replace("e-0", "e-"),
-        ),
-        ("fully_sharded.md", f"{max(any_mesh):.2f} × the tokens/s"),
+        ("fully_sharded.md", f"one of the four: {max(any_mesh):.2f} × the tokens/s"),
         ("fully_sharded.md", f"{min(no_stages):.2f} to {max(no_stages):.2f} × the tokens/s"),
     ]
 
@@ -286,7 +281,7 @@ SENTENCES = [
     *_scope(),
     *_exchange(),
     *_fully_sharded(),
-    *_fully_sharded_runs(),
+    *_fully_sharded_plans(),
     *_offloaded(),
     *_pipelines(),
     *_plans(),
