@@ -1,22 +1,33 @@
-"""Figures of plans in README.md and docs/plan.md are those of profiling/results/plan_cases.json."""
+"""Figures of plans in README.md, docs/plan.md and docs/fully_sharded.md are those of plan_cases.json and
+fully_sharded_plans.json in profiling/results."""
 
-import json
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "profiling"))  # its programs find each other there
-from plan_cases import NAME, table
+import fully_sharded_plans
+import plan_cases
 
-ROOT = Path(__file__).parents[1]
-PLANS: dict[str, dict[str, dict[str, Any]]] = json.loads((ROOT / f"profiling/results/{NAME}.json").read_text("utf-8"))[
-    "plans"
-]
+from tests.results import ROOT, result
+
+PLANS: dict[str, dict[str, dict[str, Any]]] = result(plan_cases.NAME)["plans"]
 
 
 def test_the_table_is_that_of_the_script() -> None:
-    assert "\n".join(table(PLANS)) in (ROOT / "docs/plan.md").read_text()
+    assert "\n".join(plan_cases.table(PLANS)) in (ROOT / "docs/plan.md").read_text()
+
+
+def test_so_is_that_of_sharded_parameters() -> None:
+    sharded = result(fully_sharded_plans.NAME)["plans"]
+    assert "\n".join(fully_sharded_plans.table(sharded)) in (ROOT / "docs/fully_sharded.md").read_text()
+
+
+def test_a_plan_that_may_shard_parameters_is_never_slower() -> None:
+    for by_mesh in result(fully_sharded_plans.NAME)["plans"].values():
+        for without, allowed in map(dict.values, by_mesh.values()):
+            assert "mesh" not in without or allowed["step_s"] <= without["step_s"], allowed["command"]
 
 
 def test_planning_takes_as_long_as_the_pages_say() -> None:

@@ -91,6 +91,19 @@ def _fully_sharded() -> list[Piece]:
     ]
 
 
+def _fully_sharded_plans() -> list[Piece]:
+    plans = result("fully_sharded_plans")["plans"].values()
+    any_mesh, no_stages = (
+        [each[meshes]["0 to 3"]["tokens_per_s"] / each[meshes]["0 to 2"]["tokens_per_s"] for each in plans]
+        for meshes in ("any", "no pipeline stages")
+    )
+    assert sorted(any_mesh)[:-1] == [1.0] * (len(any_mesh) - 1), "all plans but one are the same"
+    return [
+        ("fully_sharded.md", f"one of the four: {max(any_mesh):.2f} × the tokens/s"),
+        ("fully_sharded.md", f"{min(no_stages):.2f} to {max(no_stages):.2f} × the tokens/s"),
+    ]
+
+
 def _offloaded() -> list[Piece]:
     gpu, tpu = (result(f"offload_{target}")["moments"]["host"]["copies"] for target in ("h100_1x1x8", "v5p_2x2x2"))
     whole, some = gpu["copy-start"], gpu["fusion-start"]
@@ -268,6 +281,7 @@ SENTENCES = [
     *_scope(),
     *_exchange(),
     *_fully_sharded(),
+    *_fully_sharded_plans(),
     *_offloaded(),
     *_pipelines(),
     *_plans(),
