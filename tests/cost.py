@@ -2,7 +2,8 @@
 
 `--cost-to FILE` writes all as JSON and prints the slowest 20; `--budget FILE` prints them, too, and fails the run if
 all come to more than a quarter above the sum committed there. A shared machine can be half as fast as an hour before,
-in CPU time, too. Each process therefore times a fixed loop every half minute, and the budget grows with the median.
+in CPU time, too. Each process therefore times a fixed loop every half minute. Where its median is above the budget's,
+the budget grows as much.
 """
 
 import json
@@ -121,10 +122,11 @@ class Costs:
 
     @property
     def _most(self) -> float:
-        """The CPU seconds allowed on a machine as fast as this one was."""
+        """The CPU seconds allowed on a machine as slow as this one was."""
         assert self._budget is not None
         budget = json.loads(Path(self._budget).read_text())
-        return ALLOWED * float(budget["cpu_s"]) * self._pace_s / float(budget["loop_s"])
+        slower = max(1.0, self._pace_s / float(budget["loop_s"]))
+        return ALLOWED * float(budget["cpu_s"]) * slower
 
     def _is_above(self) -> bool:
         return self._budget is not None and self._total > self._most
