@@ -13,8 +13,10 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["PJRT_NPROC"] = "64"  # threads, as many as eight simulated devices get if they may wait in the background
 # Tests compile more than they compute: LLVM's optimisations would take most of their time, and before jax 0.11 XLA's
 # newer emitters two thirds of what is left. To split a program into modules for threads of a compiler takes a sixth of
-# what is left then, and the lines of Python that each operation comes from a twelfth.
+# what is left then, the lines of Python that each operation comes from a twelfth, and to verify XLA's own passes, which
+# `test_smoke.py` does, a tenth.
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+os.environ["XLA_FLAGS"] += " --xla_disable_hlo_passes=hlo-verifier"
 if tuple(map(int, version("jax").split(".")[:2])) < (0, 11):
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 os.environ["MOE_JAX_CHECKED_XLA_FLAGS"] = os.environ["XLA_FLAGS"]  # or each command starts a process to check them
