@@ -786,7 +786,7 @@ REFUSED = {
     ),
     "migration.replicas=-1": "migration.replicas=-1 must be at least 0",
     "migration.rank_speeds=[1,0.5]": (
-        "migration.rank_speeds=[1, 0.5] is by what experts are placed, and migration.enabled=false places none: "
+        "migration.rank_speeds=[1, 0.5] places experts by speed, but migration.enabled=false places none: "
         "set migration.enabled=true, or migration.rank_speeds=null"
     ),
     "migration.enabled=true mesh.expert=2 model.moe.capacity_factor=null migration.rank_speeds=[1,0.5,1]": (

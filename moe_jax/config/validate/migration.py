@@ -15,7 +15,7 @@ def check_migration(config: Sections) -> None:
     if not settings.enabled:
         if settings.rank_speeds is not None:
             raise ConfigError(
-                f"{speeds_text(settings)} is by what experts are placed, and migration.enabled=false places none: "
+                f"{speeds_text(settings)} places experts by speed, but migration.enabled=false places none: "
                 "set migration.enabled=true, or migration.rank_speeds=null"
             )
         return
