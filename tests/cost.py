@@ -35,7 +35,6 @@ class Spent:
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
         sys.addaudithook(self._on_audit)
         self._before = self._now()
-
         self._next_pace_s = 0.0
 
     def paces(self) -> list[float]:

@@ -96,17 +96,17 @@ def test_a_mesh_has_no_config_below_its_bound() -> None:
 
     With little memory, some configs recompute.
     """
-    least_s = {"none": 0.0, "dots": 0.0, "full": 0.0}  # the largest shares of the best that fits
+    largest = {"none": 0.0, "dots": 0.0, "full": 0.0}  # shares that bounds have of the best time that fits
     for memory_factor in (1.0, 16.0):
         search = PlanSearch(open_draft(load_config(None, [*MODEL, "mesh.data=16"])), H100S, memory_factor)
         bases = [each for each in on_meshes(search.draft, H100S) if isinstance(each, Config)]
         fitting = [each for each in bases if search.fits_at_all(each)]
         assert len(fitting) > 10
-        for base, remat in itertools.product(fitting, least_s):
+        for base, remat in itertools.product(fitting, largest):
             share = search.least_s(base, remat) / search.fitting(base, remat).least_s
             assert share <= 1
-            least_s[remat] = max(least_s[remat], share)
-    assert min(least_s.values()) > 0.6
+            largest[remat] = max(largest[remat], share)
+    assert min(largest.values()) > 0.6
 
 
 def test_the_work_of_a_step_is_that_of_its_longest_stage() -> None:
