@@ -28,6 +28,7 @@ from moe_jax.config import MoEConfig
 from moe_jax.models.dispatchers.protocol import ExpertRows
 from moe_jax.models.hooks import hooks_of
 from moe_jax.models.hooks.protocol import Hooks, WireCodec
+from moe_jax.parallel import tensor_background
 from moe_jax.parallel.all_to_all import UnderWay, ragged
 from moe_jax.parallel.all_to_all.ring import shift
 from moe_jax.parallel.ranks import Ranks
@@ -83,7 +84,22 @@ class TokenExchange(NamedTuple):
         rows = pieces[0].rows if len(pieces) == 1 else jnp.concatenate([x.rows for x in pieces], axis=slot_axis)
         under_way, finish = self._start(rows, tie)
         sizes = [self._exchange_sizes(x.sizes) for x in pieces]
-        return InFlight(under_way, finish, [x.rows.shape[slot_axis] for x in pieces], slot_axis, sizes)
+        widths = [x.rows.shape[slot_axis] for x in pieces]
+        return InFlight(under_way, finish, widths, slot_axis, sizes, self.codec.keeps_rows)
+
+    def start_after(self, earlier: "InFlight", tie: Tie) -> "InFlight":
+        """Start an exchange of the rows of a collective in flight, without waiting for them if a codec keeps them.
+
+        `tie` is applied to what the program hands over.
+        """
+        start_after = self.route.exchange.start_after
+        if start_after is None or not (self.codec.keeps_rows and earlier.keeps_rows):
+            return self.start(earlier.all(tie), earlier.slot_axis, tie)
+        *others, handle = earlier.under_way
+        ranks, finish = self.route.ranks, self.route.exchange.finish
+        sizes = [self._exchange_sizes(own) for own in earlier.sizes]
+        under_way = start_after((*others, tie(handle)), ranks)
+        return earlier.followed_by(under_way, lambda under_way: finish(under_way, ranks), sizes)
 
     def _start(self, rows: jax.Array, tie: Tie) -> tuple[UnderWay, Callable[[UnderWay], jax.Array]]:
         """Return what is in flight, and the function that turns it into rows.
@@ -170,7 +186,10 @@ def dispatch_compute_combine(
 
 
 class InFlight:
-    """Pieces between the start and the finish of their exchange, which finishes when the first piece is needed."""
+    """Pieces between the start and the finish of their collective, which finishes when the first piece is needed.
+
+    `keeps_rows`: what is in flight are the rows themselves, so another collective can send them on.
+    """
 
     def __init__(
         self,
@@ -179,10 +198,24 @@ class InFlight:
         widths: Sequence[int],
         slot_axis: int,
         sizes: Sequence[Int[Array, "..."] | None],
+        keeps_rows: bool,
     ):
-        self.under_way = under_way
-        self._finish, self._widths, self._slot_axis, self._sizes = finish, widths, slot_axis, sizes
+        self.under_way, self.slot_axis, self.sizes, self.keeps_rows = under_way, slot_axis, sizes, keeps_rows
+        self._finish, self._widths = finish, widths
         self._rows: list[jax.Array] | None = None
+
+    def followed_by(
+        self,
+        under_way: UnderWay,
+        finish: Callable[[UnderWay], jax.Array],
+        sizes: Sequence[Int[Array, "..."] | None],
+    ) -> "InFlight":
+        """Return the same pieces in the collective that sends them on."""
+        return InFlight(under_way, finish, self._widths, self.slot_axis, sizes, self.keeps_rows)
+
+    def all(self, tie: Tie) -> list[ExpertRows]:
+        """Return all pieces, which are needed now."""
+        return [self.piece(number, tie) for number in range(len(self._widths))]
 
     @property
     def num_rows(self) -> int:
@@ -198,8 +231,8 @@ class InFlight:
         if self._rows is None:
             *others, last = self.under_way
             bounds = [sum(self._widths[:i]) for i in range(1, len(self._widths))]
-            self._rows = jnp.split(self._finish((*others, tie(last))), bounds, axis=self._slot_axis)
-        return ExpertRows(self._rows[number], self._sizes[number])
+            self._rows = jnp.split(self._finish((*others, tie(last))), bounds, axis=self.slot_axis)
+        return ExpertRows(self._rows[number], self.sizes[number])
 
 
 class Arrival(NamedTuple):
@@ -237,6 +270,38 @@ def over_tensor(piece: Piece | Arrival, route: DispatchRoute, to_experts: bool, 
     move = route.received if to_experts else route.computed
     rows, sizes, _ = piece.finish(tie) if isinstance(piece, Arrival) else in_blocks(piece)
     return ExpertRows(move(tie(rows)), None if sizes is None else move(sizes))
+
+
+def in_one_flight(pieces: Sequence[Piece | Arrival]) -> InFlight | None:
+    """Return the collective that has exactly these pieces in flight; None if they are not in flight."""
+    first = pieces[0]
+    if not isinstance(first, Arrival):
+        return None
+    assert list(pieces) == first.exchange.pieces(), "tasks in a row have the same pieces"
+    return first.exchange
+
+
+def over_tensor_in_background(
+    pieces: Sequence[Piece | Arrival], route: DispatchRoute, to_experts: bool, slot_axis: int, tie: Tie
+) -> InFlight:
+    """Start what `over_tensor` does, for all pieces. Rows in flight are sent on without waiting for them.
+
+    `tie` is applied to what the program hands over.
+    """
+    move = route.received if to_experts else route.computed
+    earlier = in_one_flight(pieces)
+    if earlier is not None and earlier.keeps_rows and to_experts:
+        *others, handle = earlier.under_way
+        sizes = [None if own is None else move(own) for own in earlier.sizes]
+        return earlier.followed_by(
+            tensor_background.gather_after((*others, tie(handle))), tensor_background.finish, sizes
+        )
+    rows = list(map(in_blocks, pieces)) if earlier is None else earlier.all(tie)
+    together = rows[0].rows if len(rows) == 1 else jnp.concatenate([x.rows for x in rows], axis=slot_axis)
+    start = tensor_background.start_gather if to_experts else tensor_background.start_sum
+    sizes = [None if x.sizes is None else move(x.sizes) for x in rows]
+    widths = [x.rows.shape[slot_axis] for x in rows]
+    return InFlight(start(tie(together)), tensor_background.finish, widths, slot_axis, sizes, keeps_rows=True)
 
 
 class RaggedExchange(NamedTuple):

@@ -2,8 +2,10 @@
 
 A collective of XLA:CPU blocks the thread that runs it, and the memory that XLA plans for it makes other work wait. Here
 `start` hands over an operand and `finish` waits for the result, like the start and done operations of an accelerator's
-collective. A device sends in the order in which its collectives were started, except that urgent traffic goes first
-(`schedule/link_order.py`).
+collective. `start_after` hands over the result of another collective as soon as it is there, so that the program does
+not wait between the two. A device sends in the order in which its collectives were started, except that urgent traffic
+goes first (`schedule/link_order.py`), and that rows for other tensor ranks are sent by a thread of their own, because
+inside a node they take other links than those between nodes.
 
 D devices, in the order of the mesh; P devices of a group.
 """
@@ -29,14 +31,17 @@ from moe_jax.parallel.p2p_transport import MessageTag, P2PTransport
 from moe_jax.parallel.trace_names import FINISH_SCOPE, START_SCOPE, STARTED
 from moe_jax.schedule.link_order import Priority
 
-Kind = Literal["exchange", "to_next", "to_previous", "sum", "scatter"]
+Kind = Literal["exchange", "gather_rows", "scatter_rows", "to_next", "to_previous", "sum", "scatter"]
 _TRAFFIC: dict[Kind, Priority] = {
     "exchange": Priority.EXPERT,
+    "gather_rows": Priority.EXPERT,
+    "scatter_rows": Priority.EXPERT,
     "to_next": Priority.PIPELINE,
     "to_previous": Priority.PIPELINE,
     "sum": Priority.DATA,
     "scatter": Priority.DATA,
 }
+_IN_NODE: tuple[Kind, ...] = ("gather_rows", "scatter_rows")  # of rows over tensor ranks
 
 NOTHING = -1  # the handle of a collective from which this device receives nothing
 
@@ -73,22 +78,26 @@ class CollectiveShare(NamedTuple):
 
 
 class JobThread:
-    """A thread that runs jobs one after another. Jobs of lower `urgency` run first: 0 before 1."""
+    """A thread that runs jobs one after another, from the first one on. Jobs of lower `urgency` run first: 0 before 1."""
 
     def __init__(self) -> None:
         self._jobs: queue.PriorityQueue[tuple[float, int, Callable[[], None] | None]] = queue.PriorityQueue()
         self._count = itertools.count()
         self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._starting = threading.Lock()
 
     def submit(self, job: Callable[[], None], urgency: int = 0) -> None:
         """Queue `job` after all other jobs of the same urgency."""
         self._jobs.put((urgency, next(self._count), job))
+        with self._starting:
+            if self._thread.ident is None:
+                self._thread.start()
 
     def close(self) -> None:
         """Run all queued jobs, then end the thread."""
-        self._jobs.put((math.inf, next(self._count), None))
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._jobs.put((math.inf, next(self._count), None))
+            self._thread.join()
 
     def _run(self) -> None:
         while (job := self._jobs.get()[-1]) is not None:
@@ -101,8 +110,10 @@ class Engine:
     def __init__(self, owner_D: tuple[int, ...]):
         self.owner_D = owner_D
         self._transport = P2PTransport(owner_D)
-        self._senders = {d: JobThread() for d, process in enumerate(owner_D) if process == jax.process_index()}
-        self._reducers = {device: JobThread() for device in self._senders}
+        own = [device for device, process in enumerate(owner_D) if process == jax.process_index()]
+        self._senders = {(device, in_node): JobThread() for device in own for in_node in (False, True)}
+        self._relays = {key: JobThread() for key in self._senders}
+        self._reducers = {device: JobThread() for device in own}
         self._results: dict[int, Callable[[], np.ndarray]] = {}
         self._numbers: dict[tuple[int, int], Iterator[int]] = {}
         self._handles = itertools.count()
@@ -111,13 +122,29 @@ class Engine:
         self, kind: Kind, device: int, group_P: tuple[int, ...], channel: int, x: np.ndarray, part: CollectiveShare
     ) -> int:
         """Start a collective of `x` and return its handle. The caller may change `x` afterwards."""
-        number = next(self._numbers.setdefault((device, channel), itertools.count()))
-        member, handle = Member(kind, device, group_P, channel, number % 2**31), next(self._handles) % 2**31
+        member, handle = self._member(kind, device, group_P, channel), next(self._handles) % 2**31
         with jax.profiler.TraceAnnotation(STARTED, collective=_key(member, "block", device, device).trace):
             result = self._start(member, x, part)
         if not part.receives:
             return NOTHING
         self._results[handle] = result
+        return handle
+
+    def start_after(self, kind: Kind, device: int, group_P: tuple[int, ...], channel: int, earlier: int) -> int:
+        """Start a collective of the result of an earlier one, once it is there, and return its handle."""
+        member, handle = self._member(kind, device, group_P, channel), next(self._handles) % 2**31
+        arrived, started = self._results.pop(earlier), Future[Callable[[], np.ndarray]]()
+
+        def relay() -> None:
+            try:
+                x = arrived()
+                with jax.profiler.TraceAnnotation(STARTED, collective=_key(member, "block", device, device).trace):
+                    started.set_result(self._start(member, x, CollectiveShare()))
+            except Exception as error:  # raised again in `finish`
+                started.set_exception(error)
+
+        self._relays[device, kind in _IN_NODE].submit(relay)
+        self._results[handle] = lambda: started.result()()
         return handle
 
     def finish(self, handle: int) -> np.ndarray:
@@ -132,8 +159,12 @@ class Engine:
         for sender in self._senders.values():
             sender.close()
         self._transport.close()
-        for adder in self._reducers.values():
-            adder.close()
+        for worker in (*self._relays.values(), *self._reducers.values()):
+            worker.close()
+
+    def _member(self, kind: Kind, device: int, group_P: tuple[int, ...], channel: int) -> Member:
+        number = next(self._numbers.setdefault((device, channel), itertools.count()))
+        return Member(kind, device, group_P, channel, number % 2**31)
 
     def _start(self, member: Member, x: np.ndarray, part: CollectiveShare) -> Callable[[], np.ndarray]:
         match member.kind:
@@ -141,7 +172,9 @@ class Engine:
                 return self._exchange(member, x)
             case "sum":
                 return self._sum(member, x)
-            case "scatter":
+            case "gather_rows":
+                return self._gather(member, x)
+            case "scatter" | "scatter_rows":
                 return self._scatter(member, x)
             case "to_next":
                 return self._shift(member, x, 1, part)
@@ -173,6 +206,20 @@ class Engine:
         def result() -> np.ndarray:
             self._receive(member, "block")
             return result_P
+
+        return result
+
+    def _gather(self, member: Member, x_n: np.ndarray) -> Callable[[], np.ndarray]:
+        """Concatenate the arrays of all members, in the order of the group."""
+        x_Pn = np.empty((len(member.group_P), *x_n.shape), x_n.dtype)
+        self._expect(member, "block", {other: x_Pn[place] for place, other in member.others()})
+        own_n = x_n.copy()
+        self._send(member, "block", {other: own_n for _, other in member.others()})
+        x_Pn[member.place] = x_n
+
+        def result() -> np.ndarray:
+            self._receive(member, "block")
+            return x_Pn.reshape(-1, *x_n.shape[1:])
 
         return result
 
@@ -217,14 +264,17 @@ class Engine:
 
         def result() -> np.ndarray:
             self._receive(member, "block")
-            return functools.reduce(np.add, (parts.get(device, own_m) for device in member.group_P))
+            # XLA sums narrow numbers in float32, too
+            wide = np.dtype(np.float32) if own_m.dtype.itemsize < 4 else own_m.dtype
+            blocks = (parts.get(device, own_m).astype(wide, copy=False) for device in member.group_P)
+            return functools.reduce(np.add, blocks).astype(own_m.dtype, copy=False)
 
         return result
 
     def _send(self, member: Member, what: Literal["block", "total"], to: dict[int, np.ndarray]) -> None:
         for target, x in to.items():
             send = functools.partial(self._transport.send, _key(member, what, member.device, target), x)
-            self._senders[member.device].submit(send, _TRAFFIC[member.kind])
+            self._senders[member.device, member.kind in _IN_NODE].submit(send, _TRAFFIC[member.kind])
 
     def _expect(self, member: Member, what: Literal["block", "total"], out: dict[int, np.ndarray]) -> None:
         for source, x in out.items():
@@ -270,8 +320,35 @@ def start(
     """Start a collective over `axes`, inside `shard_map`, and return the handle that `finish` needs.
 
     `part_2` holds the two flags of a `CollectiveShare`; only sends to another stage read it. A device that receives
-    nothing gets zeros. Devices identify a collective by the place in the program that starts it, because independent
-    collectives start in any order.
+    nothing gets zeros.
+    """
+    group_of, channel = _place(kind, axes)
+
+    def hand_over(device: np.ndarray, x: np.ndarray, *part: np.ndarray) -> np.ndarray:
+        own, does = int(device), CollectiveShare(*map(bool, part[0])) if part else CollectiveShare()
+        return np.array(engine().start(kind, own, group_of[own], channel, x, does), np.int32)
+
+    return _started(hand_over, x, *(() if part_2 is None else (part_2,)))
+
+
+def start_after(handle: Int32[Array, ""], kind: Kind, axes: tuple[Axis, ...]) -> Int32[Array, ""]:
+    """Start a collective of the result of an earlier one, without waiting for it. Returns the handle of the new one,
+    which replaces that of the earlier one.
+    """
+    group_of, channel = _place(kind, axes)
+
+    def hand_over(device: np.ndarray, earlier: np.ndarray) -> np.ndarray:
+        own = int(device)
+        return np.array(engine().start_after(kind, own, group_of[own], channel, int(earlier)), np.int32)
+
+    return _started(hand_over, handle)
+
+
+def _place(kind: Kind, axes: tuple[Axis, ...]) -> tuple[dict[int, tuple[int, ...]], int]:
+    """Return the group over `axes` of each device, and the channel of this place in the program.
+
+    Devices identify a collective by the place in the program that starts it, because independent collectives start in
+    any order.
     """
     mesh = jax.sharding.get_abstract_mesh()
     ranks = math.prod(mesh.shape[axis] for axis in axes)
@@ -283,15 +360,13 @@ def start(
         new_program()
     # Members of a group reach a place equally often, but stages do not: no two kinds of groups may share a channel.
     place = (next(_places.count), kind, axes, tuple(mesh.shape.items()))
-    channel = zlib.crc32(repr(place).encode()) >> 1
+    return group_of, zlib.crc32(repr(place).encode()) >> 1
 
-    def hand_over(device: np.ndarray, x: np.ndarray, *part: np.ndarray) -> np.ndarray:
-        own, does = int(device), CollectiveShare(*map(bool, part[0])) if part else CollectiveShare()
-        return np.array(engine().start(kind, own, group_of[own], channel, x, does), np.int32)
 
-    operands = (jax.lax.axis_index(mesh.axis_names), x) + (() if part_2 is None else (part_2,))
+def _started(hand_over: Callable[..., np.ndarray], *operands: jax.Array) -> Int32[Array, ""]:
+    device = jax.lax.axis_index(jax.sharding.get_abstract_mesh().axis_names)
     with jax.named_scope(START_SCOPE):
-        return call(hand_over, jax.ShapeDtypeStruct((), jnp.int32), *operands)
+        return call(hand_over, jax.ShapeDtypeStruct((), jnp.int32), device, *operands)
 
 
 def finish(handle: Int32[Array, ""], result: jax.ShapeDtypeStruct) -> Shaped[Array, "..."]:

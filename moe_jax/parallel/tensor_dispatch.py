@@ -87,6 +87,11 @@ class DispatchRoute(NamedTuple):
         return exchange_named("flat" if EXCHANGE_FACTS.of(self.algorithm).ragged else self.algorithm)
 
     @property
+    def in_background(self) -> bool:
+        """Whether gathers and sums over tensor ranks run concurrently with the program, as the exchange does."""
+        return self.shares_experts and self.exchange.start_after is not None
+
+    @property
     def without_tensor(self) -> "DispatchRoute":
         """The route without the transfers between tensor ranks."""
         return self._replace(form=WHOLE_EXPERTS)

@@ -56,6 +56,30 @@ def test_stages_send_around_the_ring_both_ways():
     np.testing.assert_array_equal(found[:, 1], [1, 2, 3, 0, 5, 6, 7, 4])
 
 
+def test_collectives_in_a_row_are_handed_on_without_the_program():
+    """An exchange, the gather of what it brought, its sum, and the exchange back; then the same once more."""
+
+    def body(x):
+        def sent_on(x_Pn, _):
+            handle = background.start(x_Pn, "exchange", (Axis.EXPERT,))
+            handle = background.start_after(handle, "gather_rows", (Axis.DATA,))
+            gathered = background.finish(handle, jax.ShapeDtypeStruct((2 * len(x_Pn), x_Pn.shape[1]), x_Pn.dtype))
+            handle = background.start(gathered.reshape(2, *x_Pn.shape), "scatter_rows", (Axis.DATA,))
+            handle = background.start_after(handle, "exchange", (Axis.EXPERT,))
+            summed = background.finish(handle, jax.ShapeDtypeStruct(x_Pn.shape, x_Pn.dtype))
+            return x_Pn + 1, jnp.concatenate([gathered, summed])
+
+        return jax.lax.scan(sent_on, x[0].reshape(4, 2), jnp.arange(2))[1][None]
+
+    x = np.arange(64, dtype=np.int32).reshape(8, 8)
+    found = on_mesh(body, BATCH_SPEC, BATCH_SPEC, data=2, expert=4)(x)
+    for turn in range(2):
+        now = (x + turn).reshape(2, 4, 4, 2)  # data, source, target, number
+        gathered = now.swapaxes(1, 2).swapaxes(0, 1).reshape(4, 8, 2)
+        np.testing.assert_array_equal(found[:, turn, :8], np.concatenate([gathered, gathered]))
+        np.testing.assert_array_equal(found[:, turn, 8:], 2 * now.reshape(8, 4, 2))
+
+
 def test_only_what_a_stage_waits_for_travels():
     """Device 1 of each ring of four sends to device 2, and no other does; others get zeros, and no handle."""
 
@@ -84,8 +108,12 @@ def test_connecting_another_mesh_ends_the_threads_of_the_one_before():
     background.connect(four)
     before = set(threading.enumerate())
     background.connect(two)
+    engine, nothing = background.engine(), np.zeros(2)
+    handles = [engine.start("sum", each, (0, 1), 0, nothing, background.CollectiveShare()) for each in (0, 1)]
+    for handle in handles:
+        engine.finish(handle)
     new = set(threading.enumerate()) - before
-    assert len(new) == 4  # a sender and an adder for each device
+    assert len(new) == 4  # a sender and an adder for each device; others have no job
     background.connect(four)
     assert not any(thread.is_alive() for thread in new)
 

@@ -21,6 +21,11 @@ class WireCodec(NamedTuple):
     encode: Callable[[Float[Array, "P ... D"]], Shaped[Array, "P ..."]] = _identity
     decode: Callable[[Shaped[Array, "P ..."], jax.typing.DTypeLike], Float[Array, "P ... D"]] = _identity
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether rows travel as they are."""
+        return self.encode is _identity and self.decode is _identity
+
 
 class Hooks(NamedTuple):
     """Functions around an MoE layer, and the codecs of its exchanges (FSMoE §3). By default they do nothing.

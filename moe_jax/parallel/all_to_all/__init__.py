@@ -29,6 +29,8 @@ class Exchange(NamedTuple):
     start: Callable[[jax.Array, Ranks], UnderWay]
     finish: Callable[[UnderWay, Ranks], jax.Array]
     only_starts: bool = False  # whether `start` only submits the rows and returns before anything has arrived
+    # like `start`, of the result of another collective in flight; None: that has to be finished first
+    start_after: Callable[[UnderWay, Ranks], UnderWay] | None = None
 
     def __call__(self, x: jax.Array, ranks: Ranks) -> jax.Array:
         """Run both halves."""
@@ -55,7 +57,12 @@ def _backward(exchange: Exchange, ranks: Ranks, _: None, dx: jax.Array) -> tuple
 _both.defvjp(_forward, _backward)
 
 EXCHANGES = {
-    name: Exchange(module.start, module.finish, registry.EXCHANGE_FACTS[name].only_starts)
+    name: Exchange(
+        module.start,
+        module.finish,
+        registry.EXCHANGE_FACTS[name].only_starts,
+        getattr(module, "start_after", None),
+    )
     for name, module in registry.EXCHANGE_FACTS.modules().items()
     if not registry.EXCHANGE_FACTS[
         name

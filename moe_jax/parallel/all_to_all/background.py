@@ -18,6 +18,12 @@ def start(x: Shaped[Array, "P ..."], ranks: Ranks) -> tuple[Any, ...]:
     return shape, background.start(x, "exchange", ranks.axes)
 
 
+def start_after(under_way: tuple[Any, ...], ranks: Ranks) -> tuple[Any, ...]:
+    """Exchange the blocks that another collective in the background brings, without waiting for them."""
+    shape, handle = under_way
+    return shape, background.start_after(handle, "exchange", ranks.axes)
+
+
 def finish(under_way: tuple[Any, ...], ranks: Ranks) -> Shaped[Array, "P ..."]:
     """Wait for the result. Its block p came from rank p."""
     shape, handle = under_way

@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.config import ModelConfig
-from moe_jax.models.dispatch import Arrival, Flow, Phase, Piece, TokenExchange, at_rest, in_blocks, over_tensor
+from moe_jax.models.dispatch import Arrival, Flow, Piece, in_blocks
 from moe_jax.models.dispatchers.protocol import CapacityState, DispatchMetadata, ExpertRows
 from moe_jax.models.dispatchers.ragged import Stored, lane_experts
 from moe_jax.models.head import HeadLoss, LossForm, no_loss
-from moe_jax.models.hooks import hooks_of
 from moe_jax.models.moe import RouterContext, RouterStats
 from moe_jax.models.mtp import MTPInputs, after_mtp_input, decoder_loss
 from moe_jax.models.transformer import (
@@ -37,6 +36,7 @@ from moe_jax.step.scheduled.issue_order import IssueOrder
 from moe_jax.step.scheduled.lane_overflow import ExpertWeights, LaneOverflow
 from moe_jax.step.scheduled.param_gathering import ParamGathering, but_experts
 from moe_jax.step.scheduled.pullbacks import Pullbacks
+from moe_jax.step.scheduled.row_transfers import RowTransfers
 from moe_jax.step.scheduled.scan_residuals import BlockConsts
 from moe_jax.step.scheduled.split_vjp import floats_of, with_floats
 from moe_jax.step.scheduled.step_dims import StepDims
@@ -90,6 +90,7 @@ class Tasks:
         self.loss_form = LossForm.of(dims.config)
         self.losses = no_loss(self.loss_form)  # of the head
         self.order = IssueOrder(dims.compute.platform)
+        self.transfers = RowTransfers(dims, self.pullbacks, self.lane_overflow)
         self.gathering = gathering
         self.awaits_rows = False  # whether backward attend tasks wait for their rows before any computation
 
@@ -98,7 +99,7 @@ class Tasks:
     def forward(self, action: Action) -> None:
         """Run an F (forward) task."""
         runs = {"embed": self._embed, "attend": self._attend, "head": self._head, "expert": self._experts}
-        runs.get(action.op, partial(self._send, self.flow))(action)
+        runs.get(action.op, partial(self.transfers.send, self.flow, order=self.order))(action)
 
     def _embed(self, action: Action) -> None:
         for r in self.dims.microbatches_of(action):
@@ -220,7 +221,7 @@ class Tasks:
         """Run a B (backward) task."""
         runs = {"embed": self._embed_back, "attend": self._attend_back, "head": self._head_back}
         runs["expert"] = self._experts_back
-        runs.get(action.op, partial(self._send, self.dflow))(action)
+        runs.get(action.op, partial(self.transfers.send, self.dflow, order=self.order))(action)
 
     def _head_back(self, action: Action) -> None:
         for r in self.dims.microbatches_of(action):
@@ -315,57 +316,6 @@ class Tasks:
             self._add_overflow_gradients(action.block)
 
     # collectives
-
-    def _send(self, flow: Flow, action: Action) -> None:
-        """Send the rows of an action's pieces, or their cotangents in the backward pass."""
-        if action.op in ("dispatch", "combine"):
-            self._exchange(flow, action)
-            return
-        to_experts, order = (action.op == "gather") == (action.direction == "F"), self.order
-        for p in self.dims.pieces_of(action):
-            flow[p] = moved = over_tensor(flow[p], self.dims.compute.route, to_experts, order.after_over_tensor)
-            order.record_over_tensor(moved.rows)
-
-    def _exchange(self, flow: Flow, action: Action) -> None:
-        """Exchange the rows of an action's pieces, or their cotangents in the backward pass."""
-        if self.dims.ragged:
-            for p in self.dims.pieces_of(action):
-                flow[p] = self._exchanged_ragged(at_rest(flow[p]), action, p)
-                self.order.record_comm(floats_of(flow[p])[0])
-            return
-        compute, pieces = self.dims.compute, self.dims.pieces_of(action)
-        phase: Phase = "dispatch" if action.op == "dispatch" else "combine"
-        route = compute.route.without_tensor if self.dims.shape.sharded_experts else compute.route
-        exchange = TokenExchange(phase, route, hooks_of(self.dims.config.model.moe), action.direction == "B")
-        only_starts = compute.route.exchange.only_starts
-        tie = partial(self.order.after_comm, only_starts=only_starts)
-        in_flight = exchange.start([in_blocks(flow[p]) for p in pieces], self.dims.dispatcher.slot_axis, tie)
-        if in_flight.num_rows:
-            self.order.record_comm(in_flight.under_way[-1], only_starts)
-        flow.update(zip(pieces, in_flight.pieces(), strict=True))
-
-    def _exchanged_ragged(self, piece: Piece, action: Action, p: int) -> Piece:
-        """Exchange the sizes, then the rows, of one microbatch; cotangents by the pullback, which has the sizes."""
-        key, exchange = (action.op, action.block, p), self.dims.ragged_exchange
-        if action.direction == "B":
-            if action.op == "combine":
-                again = self.lane_overflow.send_again(action.block, p, self.order.after_comm)
-                if again is not None:
-                    self.order.record_comm(again)
-            first, *others = floats_of(piece)
-            _, d = self.pullbacks.stored.pop(key)([self.order.after_comm(first), *others])
-            if action.op == "dispatch":
-                return ExpertRows(d[0])
-            return ragged.Lanes(main_LbD=d[0], rest_R=d[1], count_PE=self.lane_overflow.count_PE(action.block, p))
-        if isinstance(piece, ragged.Lanes):
-            lanes = piece._replace(main_LbD=self.order.after_comm(piece.main_LbD))
-            return self.pullbacks.differentiate(key, lambda _, lanes: exchange.combine(lanes), (), lanes)
-        assert piece.sizes is not None, "ragged rows travel with their sizes"
-        assert piece.source is not None, "and may have to be sent again"
-        self.lane_overflow.sent(p, piece.source)
-        count_E = self.order.after_comm(piece.sizes) if self.dims.compute.platform == "gpu" else piece.sizes
-        inputs = self.order.after_comm(piece.rows), exchange.sizes(count_E)
-        return self.pullbacks.differentiate(key, lambda _, inputs: exchange.dispatch(*inputs), (), inputs)
 
     def _arrived(self, flow: Flow, p: int) -> Piece:
         """Return a piece for the next compute task, ordered after the previous one."""
