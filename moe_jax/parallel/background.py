@@ -78,7 +78,7 @@ class CollectiveShare(NamedTuple):
 
 
 class JobThread:
-    """A thread that runs jobs one after another, from the first one on. Jobs of lower `urgency` run first: 0 before 1."""
+    """A thread that runs jobs one after another, and starts with the first. Jobs of lower `urgency` run first."""
 
     def __init__(self) -> None:
         self._jobs: queue.PriorityQueue[tuple[float, int, Callable[[], None] | None]] = queue.PriorityQueue()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from moe_jax.plan.task_times import Linear
-from moe_jax.schedule.actions import Action, Seconds, Stream, StreamOf
+from moe_jax.schedule.actions import Action, Seconds, Stream, StreamOf, is_transfer
 from moe_jax.schedule.dependencies import task_graph
 from moe_jax.schedule.schedule import Schedule
 
@@ -33,7 +33,8 @@ def with_launch_overhead(
     """Add launch overhead to task durations.
 
     The start of a collective is added to the last compute task that it needs (if none, to the first task of compute),
-    its finish to the first compute task that needs its results (if none, to the last task).
+    its finish to the first compute task that needs its results (if none, to the last task). What a gather or sum over
+    tensor ranks passes on to an exchange, or gets from it, stays outside of compute.
     """
     if launch_overhead == NO_OVERHEAD:
         return seconds
@@ -44,11 +45,15 @@ def with_launch_overhead(
     for task in compute:
         for need in needs[task]:
             first.setdefault(need, task)
+    of_rows = {action for action in schedule.actions if is_transfer(action)}
+    passed_on = {need for action in of_rows for need in needs[action] & of_rows}
     for action in extra.keys() - set(compute):
         if num_bytes := bytes_of(action):
-            before = _last(needs[action] & set(compute), place)
-            extra[compute[0] if before is None else before] += launch_overhead.start.seconds(num_bytes)
-            extra[first.get(action, compute[-1])] += launch_overhead.finish.seconds(num_bytes)
+            if not needs[action] & passed_on:
+                before = _last(needs[action] & set(compute), place)
+                extra[compute[0] if before is None else before] += launch_overhead.start.seconds(num_bytes)
+            if action not in passed_on:
+                extra[first.get(action, compute[-1])] += launch_overhead.finish.seconds(num_bytes)
     return lambda action: seconds(action) + extra[action]
 
 

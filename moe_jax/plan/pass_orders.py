@@ -6,8 +6,8 @@ from typing import NamedTuple
 from moe_jax.config import Config
 from moe_jax.plan.costs import order_times
 from moe_jax.plan.task_times import TaskStage
-from moe_jax.schedule.actions import Action, two_streams
-from moe_jax.schedule.build import has_tensor_tasks, make_schedule, make_shape
+from moe_jax.schedule.actions import Action
+from moe_jax.schedule.build import has_tensor_tasks, make_schedule, make_shape, step_streams
 from moe_jax.schedule.dependencies import check as check_schedule
 from moe_jax.schedule.pipelines.tick import coscheduled_tick, side_of
 from moe_jax.schedule.shape import StepShape
@@ -48,7 +48,8 @@ def orders_of(
         sharded_experts=has_tensor_tasks(config, mesh),
     )
     seconds = order_times(config, mesh, platform, [()] * len(nothing), measured).of(shape)
-    schedule = make_schedule(settings.policy, shape, seconds, two_streams)
+    stream_of = step_streams(config, mesh, platform)
+    schedule = make_schedule(settings.policy, shape, seconds, stream_of)
     check_schedule(schedule)
     actions = list(filter(_in_chunk, schedule.actions))
     together: list[tuple[str, Action]] = []
@@ -58,7 +59,7 @@ def orders_of(
         def in_tick(action: Action) -> bool:
             return _in_chunk(action) and action.direction not in other_passes
 
-        tick = coscheduled_tick(settings.policy, shape, lambda action: seconds(action) * in_tick(action), two_streams)
+        tick = coscheduled_tick(settings.policy, shape, lambda action: seconds(action) * in_tick(action), stream_of)
         together = [(side, action) for side, action in tick if in_tick(action)]
     return Orders(
         shape=shape,

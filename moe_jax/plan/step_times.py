@@ -36,8 +36,8 @@ from moe_jax.plan.work import (
     has_ring,
     logit_chunk,
 )
-from moe_jax.schedule.actions import Action, Seconds, Stream, StreamOf, is_reduction, three_streams, two_streams
-from moe_jax.schedule.build import make_schedule, step_shape
+from moe_jax.schedule.actions import Action, Seconds, Stream, StreamOf, is_reduction
+from moe_jax.schedule.build import make_schedule, step_shape, step_streams
 from moe_jax.schedule.grad_buckets import exchanges_first
 from moe_jax.schedule.link_order import Priority, finish_times_s
 from moe_jax.schedule.schedule import Schedule
@@ -91,12 +91,9 @@ class Step:
         limit = settings.bucket_cap_mb if settings.grad_reduce == "bucketed" else None
         return sums_of(self.config, self.mesh, limit)
 
-    @property
+    @cached_property
     def stream_of(self) -> StreamOf:
-        """The streams of tasks. On TPUs each axis of the mesh has links of its own; XLA:GPU runs one collective at a
-        time.
-        """
-        return three_streams if self.exchanges.has_gather_tasks and self.device.platform == "tpu" else two_streams
+        return step_streams(self.config, self.mesh, self.device.platform)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -123,6 +120,7 @@ class Step:
             if action.direction == "G":
                 return self.sums[owner_of(action)][action.part].num_bytes if is_reduction(action) else 0.0
             whole = times.transfer[action.op].num_bytes
+            whole *= self.tensor if action.op in ("gather", "scatter") else 1  # a block of each tensor rank
             return whole / schedule.shape.num_parts(action.direction, action.op)
 
         seconds = times.of(schedule.shape)

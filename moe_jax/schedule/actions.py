@@ -97,6 +97,11 @@ def two_streams(action: Action) -> Stream:
     return Stream.COMPUTE if three_streams(action) == Stream.COMPUTE else Stream.COMMUNICATION
 
 
+def is_transfer(action: Action) -> bool:
+    """Whether a task moves rows between devices."""
+    return action.direction in ("F", "B") and _STREAM[action.op] != Stream.COMPUTE
+
+
 def is_reduction(action: Action) -> bool:
     """Whether a task sums gradients over devices."""
     return action.direction == "G" and action.op != "counts"

@@ -21,6 +21,7 @@ from moe_jax.schedule.actions import (
     is_param_gather,
     is_reduction,
     three_streams,
+    two_streams,
 )
 from moe_jax.schedule.dependencies import task_graph
 from moe_jax.schedule.grad_buckets import by_readiness, exchanges_first
@@ -241,6 +242,16 @@ def _guarded(name: str, policy: Policy) -> Policy:
 def has_tensor_tasks(config: Config, mesh: Mapping[str, int]) -> bool:
     """Whether gathers and sums over the tensor ranks that share an expert are tasks, on a mesh of these sizes."""
     return config.exchange.tensor_form == "sharded_scheduled" and config.mesh.expert_tensor_ranks(mesh) > 1
+
+
+def step_streams(config: Config, mesh: Mapping[str, int], platform: str) -> StreamOf:
+    """The streams of a step's tasks.
+
+    Gathers and sums over tensor ranks have a stream of their own on TPUs, where each axis of the mesh has its own
+    links, and on CPUs if exchanges run in the background. XLA:GPU runs one collective at a time.
+    """
+    of_their_own = platform == "tpu" or (platform == "cpu" and config.exchange.facts.only_starts)
+    return three_streams if has_tensor_tasks(config, mesh) and of_their_own else two_streams
 
 
 def step_shape(config: Config, mesh: Mapping[str, int], reductions: Sequence[int]) -> StepShape:

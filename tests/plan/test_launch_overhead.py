@@ -39,7 +39,12 @@ def test_tasks_hand_over_what_leaves_after_them_and_take_back_what_they_need_fir
 
 @pytest.mark.parametrize("schedule", schedules(seed=30)[::5], ids=lambda s: f"{s.policy}-{s.shape.grad_reduce}")
 def test_every_collective_starts_and_ends_once(schedule: Schedule) -> None:
-    collectives = [action for action in schedule.actions if two_streams(action) is not Stream.COMPUTE]
+    """Of an exchange and a gather in a row, the first starts and the second ends in compute."""
+    collectives = [
+        action
+        for action in schedule.actions
+        if two_streams(action) is not Stream.COMPUTE and action.op not in ("gather", "scatter")
+    ]
     assert sum(extra_s(schedule).values()) == pytest.approx(6 * len(collectives))
 
 

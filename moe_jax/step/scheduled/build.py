@@ -26,8 +26,8 @@ from moe_jax.plan.costs import order_times
 from moe_jax.plan.measured import read_times
 from moe_jax.plan.param_gathers import gathered_bytes
 from moe_jax.plan.task_times import TaskStage
-from moe_jax.schedule.actions import is_reduction, two_streams
-from moe_jax.schedule.build import make_schedule, step_shape
+from moe_jax.schedule.actions import is_reduction
+from moe_jax.schedule.build import make_schedule, step_shape, step_streams
 from moe_jax.schedule.dependencies import check
 from moe_jax.schedule.scanned import ScannedBlocks, ScannedSchedule, make_scanned
 from moe_jax.schedule.schedule import Schedule
@@ -67,11 +67,11 @@ def make_plan(config: Config, mesh: Mesh) -> ScheduledPlan:
     sent = [reduction.sent_bytes(mesh.shape) for reduction in reductions]
     gathered = gathered_bytes(config, mesh.shape)
     times = order_times(config, mesh.shape, platform, sent, measured_times(config), gathered)
-    scanned = None
+    scanned, stream_of = None, step_streams(config, mesh.shape, platform)
     if scan_blocks := scanned_blocks(config)[1]:
-        schedule, scanned = make_scanned(settings.policy, shape, scan_blocks, times.of(shape), two_streams)
+        schedule, scanned = make_scanned(settings.policy, shape, scan_blocks, times.of(shape), stream_of)
     else:
-        schedule = make_schedule(settings.policy, shape, times.of(shape), two_streams)
+        schedule = make_schedule(settings.policy, shape, times.of(shape), stream_of)
     check(schedule)
     return ScheduledPlan(schedule, reductions, state_shard_specs(config, mesh), scanned)
 
