@@ -18,7 +18,7 @@ from no_comm_variants import collectives_of, communication, without_communicatio
 
 from moe_jax.config import Config
 from moe_jax.measure.trace import TracedOperation, joined, read_trace, seconds_by_op
-from moe_jax.parallel.mesh import make_mesh
+from moe_jax.parallel.mesh import Axis, make_mesh
 from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.plan.measured import OPS, Seconds
 from moe_jax.step.compile import step_program, target_here
@@ -95,24 +95,28 @@ class Profile(NamedTuple):
 
     tasks: Seconds
     rest_s: float  # outside of tasks
-    step: Step  # the step split into the first of the numbers of parts
+    step: Step  # compute alone, split into the first of the numbers of parts
     step_s: float
 
 
-def profiled(harness: Harness, config: Config, parts: Sequence[int]) -> Profile:
-    """Time a step split into each number of parts. Traces give the shares of tasks, the clock the total time."""
+def profiled(harness: Harness, config: Config, parts: Sequence[int], keep: Axis | None = None) -> Profile:
+    """Time a step split into each number of parts. Traces give the shares of tasks, the clock the total time.
+
+    XLA's collectives over the axis `keep` are part of the tasks that have them.
+    """
     steps, runs = {}, {}
     for count in parts:
-        schedule = dataclasses.replace(
-            config.schedule, policy="unified", microbatches=count, weight_grad="greedy", grad_reduce="block"
-        )
-        with without_communication():
-            program = harness.compiled(dataclasses.replace(config, schedule=schedule))
+        program = _without_communication(harness, config, count, keep)
         steps[count] = harness.step_of(program)
         kinds = config.model.block_kinds
         runs[count] = [_by_op(traced(steps[count], program), kinds) for _ in range(_RUNS)]
+    alone = steps[parts[0]]
+    if keep is not None:
+        alone = harness.step_of(_without_communication(harness, config, parts[0]))
+        seconds_per_step(alone, 1)
     # alternately, so that other load on the machine affects all of them alike
     clock = [{count: seconds_per_step(step, 1) for count, step in steps.items()} for _ in range(_CLOCKED)]
+    alone_s = statistics.median(seconds_per_step(alone, 1) for _ in range(_CLOCKED))
     found: dict[str, dict[int, dict[str, float]]] = {op: {} for op in OPS}
     shared = {}
     for count, step_s in {count: statistics.median(times[count] for times in clock) for count in steps}.items():
@@ -124,14 +128,23 @@ def profiled(harness: Harness, config: Config, parts: Sequence[int]) -> Profile:
     return Profile(
         {op: at for op, at in found.items() if at},
         statistics.mean(float(each[-1].sum()) for each in shared.values()),
-        steps[parts[0]],
-        float(shared[parts[0]].sum()),
+        alone,
+        float(np.max(multihost_utils.process_allgather(np.float32(alone_s)))),
     )
+
+
+def _without_communication(harness: Harness, config: Config, parts: int, keep: Axis | None = None) -> Compiled:
+    schedule = dataclasses.replace(
+        config.schedule, policy="unified", microbatches=parts, weight_grad="greedy", grad_reduce="block"
+    )
+    with without_communication(keep):
+        return harness.compiled(dataclasses.replace(config, schedule=schedule))
 
 
 def _by_op(operations: Sequence[TracedOperation], kinds: Sequence[str]) -> list[list[float]]:
     """Return seconds of each op and direction; the last row is the time outside of tasks."""
+    operations = [each._replace(communicates=False) for each in operations]  # those that are left are the tasks'
     found = seconds_by_op(operations, kinds)
-    outside = [(each.start_s, each.end_s) for each in operations if not each.task and not each.communicates]
+    outside = [(each.start_s, each.end_s) for each in operations if not each.task]
     rest_s = sum(end - start for start, end in joined(outside))
     return [[found.get(op, {}).get(direction, 0.0) for direction in "FBW"] for op in OPS] + [[rest_s, 0.0, 0.0]]

@@ -181,7 +181,22 @@ def set_data_rate(bits_per_s: float) -> None:
         _run(*f"tc class add dev {LINK} parent 1: {data}".split())
         _run(*f"tc qdisc add dev {LINK} parent 1:2 bfifo limit 32mb".split())
         small = "u32 match u16 0 0xff80 at 2"  # shorter than 128 bytes
-        _run(*f"tc filter add dev {LINK} protocol ip parent 1: {small} flowid 1:1".split())
+        _run(*f"tc filter add dev {LINK} protocol ip parent 1: prio 1 {small} flowid 1:1".split())
+
+
+def set_neighbour_rate(bits_per_s: float, neighbours: Sequence[int]) -> None:
+    """Limit what this process sends to some ranks by a limit of its own, as if they had links of their own.
+
+    Only valid inside a box, after `set_data_rate`.
+    """
+    _run(
+        *f"tc class add dev {LINK} parent 1: classid 1:3 htb rate {bits_per_s:.0f}bit burst 20kb cburst 20kb "
+        "quantum 60000".split()
+    )
+    _run(*f"tc qdisc add dev {LINK} parent 1:3 bfifo limit 32mb".split())
+    for neighbour in neighbours:
+        to = f"u32 match ip dst {address(neighbour)}/32"
+        _run(*f"tc filter add dev {LINK} protocol ip parent 1: prio 60000 {to} flowid 1:3".split())
 
 
 def set_latency(seconds: float) -> None:

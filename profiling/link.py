@@ -1,4 +1,6 @@
-"""Measurements of the link between two processes of a testbed: durations of exchanges, and the compute they cost."""
+"""Measurements of the links of a testbed: durations of exchanges between two processes and of gathers between two
+neighbours, and the compute that exchanges cost.
+"""
 
 import functools
 import math
@@ -31,37 +33,47 @@ Wait = Callable[[], None]
 
 
 class Link:
-    """Exchanges over the link of a harness's mesh."""
+    """Exchanges over the link of a harness's mesh, and gathers over its tensor ranks."""
 
     def __init__(self, harness: Harness):
+        self._tensor = harness.config.mesh.sizes["tensor"]
         self._axes = (Axis.DATA, Axis.EXPERT)
         self._on_mesh = functools.partial(jax.shard_map, mesh=harness.mesh, out_specs=REPLICATED, check_vma=False)
         self._start_times, self._finish_times = self._handling()
 
     def times(self, rate: float, profile: Profile) -> LinkTimes:
-        """Measure at this number of bits per second; the result is the same on both processes."""
+        """Measure at this number of bits per second; the result is the same on all processes."""
         box.set_data_rate(rate)
-        fit = fit_linear([size / 2 for size in _SIZES], self._transfers_s(profile))
-        line = Linear(same(fit.line.alpha_s), same(fit.line.beta_s))
+        device = jax.process_index()
+        other, neighbour = (device + self._tensor) % (2 * self._tensor), device ^ 1
+        line = self._line("exchange", other, profile)
+        in_node = self._line("gather_rows", neighbour, profile) if self._tensor > 1 else None
         return LinkTimes(
             alpha_s=line.alpha_s,
             bytes_per_s=1 / line.beta_s,
             slowdown=same(self._slowdown(profile, line)),
             start=self._start_times,
             finish=self._finish_times,
+            in_node=in_node and (in_node.alpha_s, 1 / in_node.beta_s),
         )
 
-    def _transfers_s(self, profile: Profile) -> list[float]:
-        """Return seconds of one exchange of each size while both processes compute, since threads share their cores."""
-        engine, place, found = background.engine(), jax.process_index(), list[float]()
+    def _line(self, kind: background.Kind, other: int, profile: Profile) -> Linear:
+        """Fit seconds of a collective with another process by the bytes that it sends there."""
+        fit = fit_linear([size / 2 for size in _SIZES], self._transfers_s(kind, other, profile))
+        return Linear(same(fit.line.alpha_s), same(fit.line.beta_s))
+
+    def _transfers_s(self, kind: background.Kind, other: int, profile: Profile) -> list[float]:
+        """Return seconds of a collective of each size while all processes compute, since threads share their cores."""
+        engine, device, found = background.engine(), jax.process_index(), list[float]()
+        group = (min(device, other), max(device, other))
 
         def exchange() -> None:
             for size in _SIZES:
-                x = np.zeros((2, size // 8), np.float32)
+                x = np.zeros((2, size // 8) if kind == "exchange" else size // 8, np.float32)
                 taken = []
                 for _ in range(_REPEATS + 1):
                     begin = time.perf_counter()
-                    engine.finish(engine.start("exchange", place, (0, 1), size, x, background.CollectiveShare()))
+                    engine.finish(engine.start(kind, device, group, size, x, background.CollectiveShare()))
                     taken.append(time.perf_counter() - begin)
                 found.append(statistics.mean(taken[1:]))
 
@@ -140,10 +152,10 @@ class Link:
 
 
 def same(value: float) -> float:
-    """Return the mean of the values of both processes, on both."""
+    """Return the mean of the values of all processes, on all."""
     return float(np.mean(multihost_utils.process_allgather(np.float32(value))))
 
 
 def slowest(value: float) -> float:
-    """Return the value of the slower process, on both."""
+    """Return the value of the slowest process, on all."""
     return float(np.max(multihost_utils.process_allgather(np.float32(value))))

@@ -21,12 +21,17 @@ _PRIMITIVES = {"all_to_all", "ragged_all_to_all", "psum", "psum_invariant", "ppe
 
 
 @contextmanager
-def without_communication() -> Iterator[None]:
-    """Within this context, trace programs with a local operation of equal result shape in place of every collective."""
+def without_communication(keep: Axis | None = None) -> Iterator[None]:
+    """Within this context, trace programs with a local operation of equal result shape in place of every collective,
+    except those of XLA over the axis `keep`.
+    """
     originals: dict[str, Callable[..., Any]] = {name: getattr(jax.lax, name) for name in _FUNCTIONS}
-    start, finish = background.start, background.finish
+    in_background = {name: getattr(background, name) for name in ("start", "start_after", "finish")}
 
     def stand_in(collective: Callable[..., Any], tree: Any, *args: Any, **options: Any) -> Any:
+        if keep is not None and args and args[0] == keep:
+            return collective(tree, *args, **options)
+
         def local(x: jax.Array) -> jax.Array:
             shape = jax.eval_shape(lambda x: collective(x, *args, **options), x).shape
             return _resized(x, math.prod(shape)).reshape(shape)
@@ -38,11 +43,17 @@ def without_communication() -> Iterator[None]:
             setattr(
                 jax.lax, name, lambda *args, collective=collective, **options: stand_in(collective, *args, **options)
             )
-        setattr(background, "start", lambda x, *_: x)  # noqa: B010
-        setattr(background, "finish", lambda x, _: x)  # noqa: B010
+        stand_ins: dict[str, Callable[..., Any]] = {
+            "start": lambda x, *_: x,
+            "start_after": lambda x, *_: x,
+            "finish": lambda x, result: _resized(x, math.prod(result.shape)).reshape(result.shape),
+        }
+        for name, replaced in stand_ins.items():
+            setattr(background, name, replaced)
         yield
     finally:
-        background.start, background.finish = start, finish
+        for name, original in in_background.items():
+            setattr(background, name, original)
         for name, collective in originals.items():
             setattr(jax.lax, name, collective)
 

@@ -26,7 +26,14 @@ MODELS = {
         "model.moe.capacity_factor=4",
     ],
 }
-MESHES = {"expert": ["mesh.data=1", "mesh.expert=2"], "data": ["mesh.data=2", "mesh.expert=1"]}
+THREE_STREAMS = "expert and tensor"
+# by number of processes; four are two nodes of two tensor ranks, with FSMoE's three streams
+MESHES = {
+    2: {"expert": ["mesh.data=1", "mesh.expert=2"], "data": ["mesh.data=2", "mesh.expert=1"]},
+    4: {
+        THREE_STREAMS: ["mesh.data=1", "mesh.expert=2", "mesh.tensor=2", "exchange.tensor_form=sharded_scheduled"],
+    },
+}
 _GREEDY = ["schedule.weight_grad=greedy", "schedule.grad_reduce=bucketed"]
 _UNIFIED = ["schedule.policy=unified", "schedule.microbatches=2"]
 _PIPELINE = ["schedule.policy=expert_pipeline", "schedule.microbatches=2"]
@@ -38,7 +45,12 @@ VARIANTS = {
     "unified, R=2, chunks of 1 MB": [*_UNIFIED, *_GREEDY, "schedule.bucket_cap_mb=1"],
     "unified, R=4, chunks of 4 MB": [*_UNIFIED, *_GREEDY, "schedule.microbatches=4", "schedule.bucket_cap_mb=4"],
 }
-_WITHOUT_EXCHANGE = ("vanilla", "vanilla, chunks of 4 MB")  # variants worth trying where each device has all experts
+# variants worth trying where each device has all experts, and those that have tasks
+_TRIED = {
+    "expert": tuple(VARIANTS),
+    "data": ("vanilla", "vanilla, chunks of 4 MB"),
+    THREE_STREAMS: tuple(name for name in VARIANTS if name != "vanilla"),
+}
 # Its tasks are measured, so its rates are never used.
 _CORE = Device(
     name="CPU core",
@@ -54,12 +66,13 @@ _CORE = Device(
 
 def variants_on(mesh: str) -> tuple[str, ...]:
     """Return the variants tried on a mesh."""
-    return tuple(VARIANTS) if mesh == "expert" else _WITHOUT_EXCHANGE
+    return _TRIED[mesh]
 
 
 def config_of(model: str, mesh: str, *more: str) -> Config:
     """Return the config of one step."""
-    return load_config(str(_CONFIG), [*MODELS[model], *MESHES[mesh], *more])
+    settings = next(meshes[mesh] for meshes in MESHES.values() if mesh in meshes)
+    return load_config(str(_CONFIG), [*MODELS[model], *settings, *more])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,17 +84,24 @@ class LinkTimes:
     slowdown: float
     start: tuple[float, float]  # compute that one exchange takes: seconds, and seconds per byte
     finish: tuple[float, float]
+    in_node: tuple[float, float] | None = None  # alpha_s and bytes_per_s of gathers between two neighbours, if any
 
     def cluster(self) -> Cluster:
-        """Return a cluster of two processes joined by this link."""
+        """Return a cluster of two processes joined by this link, or of two nodes of two processes."""
+        in_node = () if self.in_node is None else (_level("node", 2, *self.in_node),)
+        levels = (*in_node, _level("link", 2 * (len(in_node) + 1), self.alpha_s, self.bytes_per_s))
         return Cluster(
             name="box",
             device=_CORE,
-            devices=2,
-            levels=(Level(name="link", devices=2, bytes_per_s=self.bytes_per_s, ring=LinkCurve(self.alpha_s)),),
+            devices=levels[-1].devices,
+            levels=levels,
             compute_slowdown=max(self.slowdown, 1.0),
             launch_overhead=LaunchOverhead(start=Linear(*self.start), finish=Linear(*self.finish)),
         )
+
+
+def _level(name: str, devices: int, alpha_s: float, bytes_per_s: float) -> Level:
+    return Level(name=name, devices=devices, bytes_per_s=bytes_per_s, ring=LinkCurve(alpha_s))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,12 @@ every model, mesh, policy, degree, chunk size and rate of the link alternate. Ea
 the pace of which scales the profile, and is compared with `plan.estimate`. A case is a model and a rate: the step that
 is predicted to be fastest is compared with the fastest step measured. Experts have a slot for every token, as in
 configs/bench/box.yaml, so a microbatch moves no more than its share. Writes results/predicted_steps.json and .png.
+
+    sudo .venv/bin/python profiling/predicted_steps.py --processes 4
+
+Four processes are two nodes of two tensor ranks: rows are gathered and summed between neighbours, over links of
+--node-rate, while others are exchanged between nodes (FSMoE's three streams). Attention's own collectives over tensor
+ranks are part of the profiled tasks. Writes results/predicted_streams.json and .png.
 """
 
 import argparse
@@ -29,8 +35,11 @@ from predicted_summary import summary, table, write_picture
 from results_file import RESULTS, write_result
 
 from moe_jax.errors import CommandParser, ConfigError, run_command
+from moe_jax.parallel.mesh import Axis
 
 _PARTS = (1, 4)
+_SHARE = 0.45  # of a core for each of 4 processes: two share a core, and one must not be faster while the other waits
+_RESULTS = {2: "predicted_steps", 4: "predicted_streams"}  # by number of processes
 
 
 def measure(arguments: argparse.Namespace) -> None:
@@ -38,8 +47,12 @@ def measure(arguments: argparse.Namespace) -> None:
     box.join()
     rates = [box.parse_rate(rate, "--rates") for rate in arguments.rates.split(",")]
     rows: list[dict[str, Any]] = []
+    box.set_data_rate(rates[0])
+    if arguments.processes == 4:
+        box.set_share(_SHARE)
+        box.set_neighbour_rate(box.parse_rate(arguments.node_rate), [(box.rank() or 0) ^ 1])
     with tempfile.TemporaryDirectory() as folder:
-        for model, mesh in itertools.product(arguments.models, MESHES):
+        for model, mesh in itertools.product(arguments.models, MESHES[arguments.processes]):
             cases = list(compare_on_mesh(model, mesh, rates, arguments, Path(folder)))
             print_once(table(summary(cases)))
             rows += cases
@@ -52,7 +65,8 @@ def compare_on_mesh(
     """Yield the predicted and measured times of a model on a mesh."""
     path = folder / "times.json"
     harness = Harness(config_of(model, mesh, *arguments.overrides))
-    profile = profiled(harness, harness.config, _PARTS)
+    keep = Axis.TENSOR if harness.config.mesh.sizes["tensor"] > 1 else None
+    profile = profiled(harness, harness.config, _PARTS, keep)
     times = TaskTimes(profile.tasks, profile.rest_s)
     times.write(path)
     print_once(f"{model}, {mesh} axis: profiled")
@@ -92,7 +106,10 @@ def rounds(
 def main() -> None:
     """Run the box, print the table, and write JSON and a picture to results/."""
     parser = CommandParser(prog="python profiling/predicted_steps.py", description=__doc__)
-    parser.add_argument("--rates", default="100mbit,200mbit,400mbit,800mbit", help="of the link")
+    parser.add_argument("--rates", default="100mbit,200mbit,400mbit,800mbit", help="of the link between nodes")
+    parser.add_argument(
+        "--node-rate", default="1600mbit", help="between neighbours, of 4 processes (default: %(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="default 5")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings for all models")
@@ -104,13 +121,14 @@ def main() -> None:
         return
     for rate in arguments.rates.split(","):
         box.parse_rate(rate, "--rates")
-    settings = box.box_from(arguments)
-    if settings.processes != 2:
-        raise ConfigError(f"--processes={settings.processes}: this benchmark has links between 2 processes")
-    result = summary(box.run_in_box(settings))
+    box.parse_rate(arguments.node_rate, "--node-rate")
+    if arguments.processes not in MESHES:
+        raise ConfigError(f"--processes={arguments.processes}: this benchmark has 2 processes, or 4 in two nodes")
+    settings = box.box_from(arguments, limits_cpu=arguments.processes == 4)
+    result, name = summary(box.run_in_box(settings)), _RESULTS[settings.processes]
     print(table(result))
-    print(f"written: {write_picture(result, RESULTS / 'predicted_steps.png')}")
-    write_result("predicted_steps", result | {"box": dataclasses.asdict(settings)})
+    print(f"written: {write_picture(result, RESULTS / f'{name}.png')}")
+    write_result(name, result | {"box": dataclasses.asdict(settings)})
 
 
 if __name__ == "__main__":
