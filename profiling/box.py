@@ -42,7 +42,7 @@ _NODE_QUEUE = "16mb"  # no loss, however much the processes of a node send at on
 _GROUPS = Path("/sys/fs/cgroup/cpu")
 _QUOTA_FILE = "cpu.cfs_quota_us"
 _QUOTA = "BOX_QUOTA"  # the number of this file, open
-_PERIOD_US = 20_000  # in which a process computes for its share, and then waits
+_PERIOD_US = 4_000  # in which a process computes for its share, and then waits
 _UNITS = {"": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
