@@ -21,7 +21,7 @@ from moe_jax.config.layer_layout import GroupBlock, Stages
 from moe_jax.config.registry import POLICY_FACTS
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.estimate import update_seconds
-from moe_jax.plan.pass_times import ChunkTimes, Ends, PassTime, PassTimes, sum_of
+from moe_jax.plan.pass_times import ChunkTimes, Ends, PassTime, PassTimes, sum_of, with_forward_again
 from moe_jax.plan.pipelined import PipelinedStep
 from moe_jax.plan.step_times import Step
 from moe_jax.schedule.actions import Action
@@ -117,12 +117,13 @@ class LeastPassTimes(PassTimes):
         exchange_s = forward.exchange + backward.exchange
         weight_s = blocks.compute_s(kinds, "W") + added_s if self._split else 0.0
         in_backward_s = 0.0 if self._split else added_s
-        return ChunkTimes(
+        found = ChunkTimes(
             forward=forward,
             backward=PassTime(backward.seconds + in_backward_s, backward.compute + in_backward_s, backward.exchange),
             weight=PassTime(weight_s, weight_s, 0.0),
             together=PassTime(max(both_s, exchange_s + added_s), both_s, exchange_s),
         )
+        return with_forward_again(found) if self._step.config.schedule.remat == "chunk" else found
 
 
 class _Gathers(NamedTuple):

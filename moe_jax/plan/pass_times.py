@@ -157,9 +157,8 @@ class PassTimes:
 
     def _simulate(self, kinds: tuple[str, ...]) -> ChunkTimes:
         found = self._passes(kinds)
-        if self._step.config.schedule.remat == "chunk":  # its forward pass is run again
-            repeated = {name: sum_of(found.forward, getattr(found, name)) for name in ("backward", "together")}
-            found = found._replace(**repeated)
+        if self._step.config.schedule.remat == "chunk":
+            found = with_forward_again(found)
         added_s = self._added_s(kinds)
         longer = {
             name: _longer(getattr(found, name), added_s)
@@ -186,6 +185,13 @@ def _repeats(group: Sequence[GroupBlock]) -> tuple[tuple[int, int], ...]:
 def sum_of(*passes: PassTime) -> PassTime:
     """Return the duration of passes that run one after the other."""
     return PassTime(*map(sum, zip(*passes, strict=True)))
+
+
+def with_forward_again(found: ChunkTimes) -> ChunkTimes:
+    """The durations with `schedule.remat=chunk`: a backward pass runs the forward pass again."""
+    return found._replace(
+        backward=sum_of(found.forward, found.backward), together=sum_of(found.forward, found.together)
+    )
 
 
 def _longer(found: PassTime, seconds: float) -> PassTime:
