@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 from moe_jax.config import Config
 from moe_jax.config.layer_layout import GroupBlock, Stages
 from moe_jax.config.registry import POLICY_FACTS
+from moe_jax.plan.caching import cached_method
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.estimate import update_seconds
 from moe_jax.plan.pass_times import ChunkTimes, Ends, PassTime, PassTimes, sum_of, with_forward_again
@@ -91,7 +92,6 @@ class LeastPassTimes(PassTimes):
     def __init__(self, step: Step, split: bool, pairs: bool):
         super().__init__(step, split, pairs)
         self._blocks = _BlockTimes(step)
-        self._least = functools.cache(self._least_of)
 
     def chunk(self, group: Sequence[GroupBlock]) -> ChunkTimes:
         """The least durations of a chunk with these blocks."""
@@ -110,7 +110,8 @@ class LeastPassTimes(PassTimes):
         head = sum_of(PassTime(head_s, head_s, 0.0), *passes)
         return Ends(seconds("embed", "F"), head, seconds("embed", "B") + added_s)
 
-    def _least_of(self, kinds: tuple[str, ...]) -> ChunkTimes:
+    @cached_method
+    def _least(self, kinds: tuple[str, ...]) -> ChunkTimes:
         blocks, added_s = self._blocks, self._added_s(kinds)
         forward, backward = blocks.pass_time(kinds, "F"), blocks.pass_time(kinds, "B", weights=not self._split)
         both_s = forward.compute + backward.compute + added_s
@@ -140,7 +141,6 @@ class _BlockTimes:
         self._step, self._stages, self._settings = step, step.compute(), step.config.schedule
         degrees = self._settings.microbatches, self._settings.backward_microbatches, self._settings.expert_chunks
         self._shape = make_shape(self._settings.policy, ("moe",), *degrees, weight_grad="greedy")
-        self.seconds = functools.cache(self._seconds)
         self._exchange_s = 2 * step.exchanges.task_seconds(step.exchanged_bytes) if step.exchanged_bytes else 0.0
         builtin = self._settings.policy in POLICY_FACTS
         self._cuts_in_time = not builtin or (self._settings.cuts_batch and self._settings.microbatches > 1)
@@ -205,7 +205,8 @@ class _BlockTimes:
         counts = Counter(kinds)
         return sum(counts[kind] * self.seconds(op, directions) for kind in counts for op in _OPS[kind])
 
-    def _seconds(self, op: str, directions: str) -> float:
+    @cached_method
+    def seconds(self, op: str, directions: str) -> float:
         """Seconds of the tasks of an op in some of the directions F, B and W."""
         shape, stage = self._shape, self._stages[op]
         return sum(shape.num_parts(each, op) * stage.seconds(Action(each, op, 0, 0), shape) for each in directions)
