@@ -57,7 +57,7 @@ def least_work_s(config: Config, cluster: Cluster, most_parts: int) -> float:
     if _is_measured(config, cluster):
         return 0.0
     blocks, order = _BlockTimes(Step(config, cluster)), config.schedule
-    stages = _blocks_of_stages(config)
+    stages = _blocks_of(Stages.of(config))
     work_s = [blocks.work_s(kinds, ends) for kinds, ends in stages]
     # the first pass goes through all stages, and so does the last; passes of weight gradients may run meanwhile
     waits = not order.pipeline_facts.split_weight_grad
@@ -69,16 +69,16 @@ def least_work_s(config: Config, cluster: Cluster, most_parts: int) -> float:
     return (1 - _SLACK) ** 2 * config.train.grad_accumulation * longest_s
 
 
-def _blocks_of_stages(config: Config) -> list[tuple[list[str], list[str]]]:
+@functools.lru_cache(maxsize=64)
+def _blocks_of(stages: Stages) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
     """The kinds of the blocks of every pipeline stage, with the ends of the model that it has."""
-    stages = Stages.of(config)
     found: list[tuple[list[str], list[str]]] = [([], []) for _ in range(stages.stages)]
     for number, group in enumerate(stages.groups):
         found[number % stages.stages][0].extend(block.kind for block in group)
     found[-1][0].extend(block.kind for block in stages.mtp)
     for stage, end in zip((0, -1), _ENDS, strict=True):
         found[stage][1].append(end)
-    return found
+    return tuple((tuple(kinds), tuple(ends)) for kinds, ends in found)
 
 
 def _is_measured(config: Config, cluster: Cluster) -> bool:
@@ -146,12 +146,12 @@ class _BlockTimes:
         self._cuts_in_time = not builtin or (self._settings.cuts_batch and self._settings.microbatches > 1)
         self._waits = not self._cuts_in_time
 
-    def work_s(self, kinds: Sequence[str], ends: Sequence[str]) -> float:
+    def work_s(self, kinds: tuple[str, ...], ends: Sequence[str]) -> float:
         """Seconds of all compute of a part of the batch in these blocks and ends of the model, or of all exchanges."""
         ends_s = sum(self.seconds(end, "FBW") for end in ends)
         return max(self.compute_s(kinds, "FBW") + ends_s, 2 * kinds.count("moe") * self._exchange_s)
 
-    def step_s(self, kinds: Sequence[str]) -> float:
+    def step_s(self, kinds: tuple[str, ...]) -> float:
         """Seconds of the passes of all parts of the batch, embedding and head included."""
         forward, backward = self.pass_time(kinds, "F"), self.pass_time(kinds, "B", weights=True)
         gathers = self._gathers(kinds)
@@ -166,7 +166,7 @@ class _BlockTimes:
         parts = self._step.config.train.grad_accumulation
         return parts * summed_s if self._step.sums_each_part else (parts - 1) * alone_s + summed_s
 
-    def _gathers(self, kinds: Sequence[str]) -> _Gathers:
+    def _gathers(self, kinds: tuple[str, ...]) -> _Gathers:
         """The gathers of parameters of a part of the batch."""
         if not self._step.gathers_s:
             return _Gathers(0.0, 0.0)
@@ -187,7 +187,7 @@ class _BlockTimes:
             )
         return _Gathers(total_s, waited_s)
 
-    def pass_time(self, kinds: Sequence[str], direction: Literal["F", "B"], weights: bool = False) -> PassTime:
+    def pass_time(self, kinds: tuple[str, ...], direction: Literal["F", "B"], weights: bool = False) -> PassTime:
         """A forward or a backward pass of these blocks, with or without weight gradients."""
         directions, settings = direction + "W" * weights, self._settings
         compute_s, layers = self.compute_s(kinds, directions), kinds.count("moe")
@@ -200,7 +200,8 @@ class _BlockTimes:
             least_s = max(least_s, self.compute_s(kinds, in_order) + layers * (layer_s - experts_s))
         return PassTime(least_s, compute_s, layers * self._exchange_s)
 
-    def compute_s(self, kinds: Sequence[str], directions: str) -> float:
+    @cached_method
+    def compute_s(self, kinds: tuple[str, ...], directions: str) -> float:
         """Seconds of the compute tasks of these blocks in some of the directions F, B and W."""
         counts = Counter(kinds)
         return sum(counts[kind] * self.seconds(op, directions) for kind in counts for op in _OPS[kind])
