@@ -154,7 +154,7 @@ def _rows(config: Config, platform: str, mesh: Mapping[str, int], parts: int, to
         own = config.data.seq_len // (mesh["tensor"] * mesh["context"])
         width = own * min(moe.top_k, local_experts)
         if config.exchange.rank_capacity_factor is not None:
-            width = min(width, math.ceil(_exact(config.exchange.rank_capacity_factor) * own * moe.top_k / ranks))
+            width = min(width, _rows_with_room(config.exchange.rank_capacity_factor, own * moe.top_k, ranks))
         received = shared_by * ranks * width * (part // own)
         least, most = _tile_range(config.train.grouped_product, platform)
         tile = min(max(1 << (max(received // local_experts, 1).bit_length() - 1), least), most)
@@ -162,7 +162,7 @@ def _rows(config: Config, platform: str, mesh: Mapping[str, int], parts: int, to
         # rows for copies of hot experts, which may be all of a device's rows
         kept = tokens * min(moe.top_k, config.exchange.hot_experts)
         return RowCounts(sent=parts * received / shared_by + kept, computed=parts * padded + kept)
-    slots = min(tokens, math.ceil(_exact(moe.capacity_factor) * moe.top_k * tokens / moe.num_experts))
+    slots = min(tokens, _rows_with_room(moe.capacity_factor, moe.top_k * tokens, moe.num_experts))
     ragged = config.exchange.facts.ragged or (
         config.exchange.algorithm == OPEN_EXCHANGE
         and config.schedule.policy_facts.sends_ragged
@@ -184,10 +184,10 @@ def _rows(config: Config, platform: str, mesh: Mapping[str, int], parts: int, to
     )
 
 
-@functools.cache
-def _exact(factor: float) -> Fraction:
-    """A factor as it is written: 1.1 is eleven tenths."""
-    return Fraction(str(factor))
+@functools.lru_cache(maxsize=2**12)
+def _rows_with_room(factor: float, rows: int, shards: int) -> int:
+    """The rows of a shard times a factor, which is taken as it is written: 1.1 is eleven tenths."""
+    return math.ceil(Fraction(str(factor)) * rows / shards)
 
 
 @functools.cache

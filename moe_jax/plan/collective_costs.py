@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from moe_jax.config.registry import EXCHANGE_FACTS, OPEN_EXCHANGE
+from moe_jax.plan.caching import cached_method
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.clusters.hardware import Level
 from moe_jax.plan.curves import Curve
@@ -68,7 +69,6 @@ class MeasuredLinks:
 
     def __init__(self, curves: Sequence[Curve], node_devices: int):
         self._curves, self._node_devices = curves, node_devices
-        self._nearest = functools.cache(self._find)
 
     def seconds(self, name: str, amount: float, members: Members) -> float | None:
         """Seconds by the curve of this group, or of the most similar one that uses the same links; None without any.
@@ -79,7 +79,8 @@ class MeasuredLinks:
         found = self._nearest(name, members)
         return None if found is None else found.curve.seconds(amount * found.scale)
 
-    def _find(self, name: str, members: Members) -> _Found | None:
+    @cached_method
+    def _nearest(self, name: str, members: Members) -> _Found | None:
         known = [(self._members(curve), curve) for curve in self._curves if curve.name == name]
         alike = [(each, curve) for each, curve in known if each.leave_node == members.leave_node]
         if not alike:

@@ -1,9 +1,9 @@
 """The memory of many configs of one plan, each computed once, and whether it fits a device."""
 
-from dataclasses import dataclass, field, replace
+import operator
+from dataclasses import dataclass, field, fields, replace
 
 from moe_jax.config import Config, Sections
-from moe_jax.config.draft import sections_of
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.memory import StepMemory, moments_of, step_memory
 from moe_jax.plan.stage_parameters import stage_parameters_of
@@ -47,12 +47,17 @@ class ConfigMemory:
         return limit is None or self.factor * num_bytes <= limit * (1 - _LEFT)
 
 
+_other_sections = operator.attrgetter(
+    *(field.name for field in fields(Sections) if field.name not in ("optimizer", "schedule"))
+)
+
+
 def memory_key(config: Sections) -> tuple[object, ...]:
     """What the memory of a step depends on, apart from the optimizer: schedules often need the same."""
     schedule = config.schedule
     facts, parts = schedule.policy_facts, schedule.microbatches if schedule.cuts_batch else 1
     return (
-        *(value for name, value in sections_of(config).items() if name not in ("optimizer", "schedule")),
+        *_other_sections(config),
         *(schedule.pipeline, schedule.virtual_stages, schedule.head_blocks, schedule.remat, schedule.unroll),
         *(facts.sends_ragged and parts > 1, parts, schedule.grad_reduce, config.step_kind, config.param_gather),
     )

@@ -1,10 +1,10 @@
 """Times of a step's exchanges of rows, and of the gathers and sums of these rows over tensor ranks."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from moe_jax.config import Config
+from moe_jax.plan.caching import cached_method
 from moe_jax.plan.collective_costs import CollectiveCosts, DeviceGroup, ExchangeChoice
 from moe_jax.plan.over_tensor import LinkStages, form_seconds
 from moe_jax.plan.task_times import Transfer
@@ -30,13 +30,13 @@ class ExchangeTimes:
         self._tensor, self._shared_by = mesh["tensor"], config.mesh.expert_tensor_ranks(mesh)
         self._experts = DeviceGroup(config.mesh.expert_ranks(mesh), self._shared_by)
         self.has_gather_tasks = has_tensor_tasks(config, mesh)
-        self.seconds = functools.cache(self._seconds)
 
     def choice(self, num_bytes: float) -> ExchangeChoice:
         """The algorithm of an all-to-all: the config's, or the fastest one."""
         return self._collectives.exchange(num_bytes, self._experts, self._settings.algorithm)
 
-    def _seconds(self, num_bytes: float) -> float:
+    @cached_method
+    def seconds(self, num_bytes: float) -> float:
         """Seconds until all rows are where they are computed, gathers over tensor ranks included."""
         if self._shared_by == 1:
             return self.choice(num_bytes).seconds

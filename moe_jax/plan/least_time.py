@@ -19,9 +19,10 @@ from typing import Literal, NamedTuple
 from moe_jax.config import Config
 from moe_jax.config.layer_layout import GroupBlock, Stages
 from moe_jax.config.registry import POLICY_FACTS
+from moe_jax.plan.caching import cached_method
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.estimate import update_seconds
-from moe_jax.plan.pass_times import ChunkTimes, Ends, PassTime, PassTimes, sum_of
+from moe_jax.plan.pass_times import ChunkTimes, Ends, PassTime, PassTimes, sum_of, with_forward_again
 from moe_jax.plan.pipelined import PipelinedStep
 from moe_jax.plan.step_times import Step
 from moe_jax.schedule.actions import Action
@@ -56,7 +57,7 @@ def least_work_s(config: Config, cluster: Cluster, most_parts: int) -> float:
     if _is_measured(config, cluster):
         return 0.0
     blocks, order = _BlockTimes(Step(config, cluster)), config.schedule
-    stages = _blocks_of_stages(config)
+    stages = _blocks_of(Stages.of(config))
     work_s = [blocks.work_s(kinds, ends) for kinds, ends in stages]
     # the first pass goes through all stages, and so does the last; passes of weight gradients may run meanwhile
     waits = not order.pipeline_facts.split_weight_grad
@@ -68,16 +69,16 @@ def least_work_s(config: Config, cluster: Cluster, most_parts: int) -> float:
     return (1 - _SLACK) ** 2 * config.train.grad_accumulation * longest_s
 
 
-def _blocks_of_stages(config: Config) -> list[tuple[list[str], list[str]]]:
+@functools.lru_cache(maxsize=64)
+def _blocks_of(stages: Stages) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
     """The kinds of the blocks of every pipeline stage, with the ends of the model that it has."""
-    stages = Stages.of(config)
     found: list[tuple[list[str], list[str]]] = [([], []) for _ in range(stages.stages)]
     for number, group in enumerate(stages.groups):
         found[number % stages.stages][0].extend(block.kind for block in group)
     found[-1][0].extend(block.kind for block in stages.mtp)
     for stage, end in zip((0, -1), _ENDS, strict=True):
         found[stage][1].append(end)
-    return found
+    return tuple((tuple(kinds), tuple(ends)) for kinds, ends in found)
 
 
 def _is_measured(config: Config, cluster: Cluster) -> bool:
@@ -91,7 +92,6 @@ class LeastPassTimes(PassTimes):
     def __init__(self, step: Step, split: bool, pairs: bool):
         super().__init__(step, split, pairs)
         self._blocks = _BlockTimes(step)
-        self._least = functools.cache(self._least_of)
 
     def chunk(self, group: Sequence[GroupBlock]) -> ChunkTimes:
         """The least durations of a chunk with these blocks."""
@@ -110,19 +110,21 @@ class LeastPassTimes(PassTimes):
         head = sum_of(PassTime(head_s, head_s, 0.0), *passes)
         return Ends(seconds("embed", "F"), head, seconds("embed", "B") + added_s)
 
-    def _least_of(self, kinds: tuple[str, ...]) -> ChunkTimes:
+    @cached_method
+    def _least(self, kinds: tuple[str, ...]) -> ChunkTimes:
         blocks, added_s = self._blocks, self._added_s(kinds)
         forward, backward = blocks.pass_time(kinds, "F"), blocks.pass_time(kinds, "B", weights=not self._split)
         both_s = forward.compute + backward.compute + added_s
         exchange_s = forward.exchange + backward.exchange
         weight_s = blocks.compute_s(kinds, "W") + added_s if self._split else 0.0
         in_backward_s = 0.0 if self._split else added_s
-        return ChunkTimes(
+        found = ChunkTimes(
             forward=forward,
             backward=PassTime(backward.seconds + in_backward_s, backward.compute + in_backward_s, backward.exchange),
             weight=PassTime(weight_s, weight_s, 0.0),
             together=PassTime(max(both_s, exchange_s + added_s), both_s, exchange_s),
         )
+        return with_forward_again(found) if self._step.config.schedule.remat == "chunk" else found
 
 
 class _Gathers(NamedTuple):
@@ -139,18 +141,17 @@ class _BlockTimes:
         self._step, self._stages, self._settings = step, step.compute(), step.config.schedule
         degrees = self._settings.microbatches, self._settings.backward_microbatches, self._settings.expert_chunks
         self._shape = make_shape(self._settings.policy, ("moe",), *degrees, weight_grad="greedy")
-        self.seconds = functools.cache(self._seconds)
         self._exchange_s = 2 * step.exchanges.task_seconds(step.exchanged_bytes) if step.exchanged_bytes else 0.0
         builtin = self._settings.policy in POLICY_FACTS
         self._cuts_in_time = not builtin or (self._settings.cuts_batch and self._settings.microbatches > 1)
         self._waits = not self._cuts_in_time
 
-    def work_s(self, kinds: Sequence[str], ends: Sequence[str]) -> float:
+    def work_s(self, kinds: tuple[str, ...], ends: Sequence[str]) -> float:
         """Seconds of all compute of a part of the batch in these blocks and ends of the model, or of all exchanges."""
         ends_s = sum(self.seconds(end, "FBW") for end in ends)
         return max(self.compute_s(kinds, "FBW") + ends_s, 2 * kinds.count("moe") * self._exchange_s)
 
-    def step_s(self, kinds: Sequence[str]) -> float:
+    def step_s(self, kinds: tuple[str, ...]) -> float:
         """Seconds of the passes of all parts of the batch, embedding and head included."""
         forward, backward = self.pass_time(kinds, "F"), self.pass_time(kinds, "B", weights=True)
         gathers = self._gathers(kinds)
@@ -165,7 +166,7 @@ class _BlockTimes:
         parts = self._step.config.train.grad_accumulation
         return parts * summed_s if self._step.sums_each_part else (parts - 1) * alone_s + summed_s
 
-    def _gathers(self, kinds: Sequence[str]) -> _Gathers:
+    def _gathers(self, kinds: tuple[str, ...]) -> _Gathers:
         """The gathers of parameters of a part of the batch."""
         if not self._step.gathers_s:
             return _Gathers(0.0, 0.0)
@@ -186,7 +187,7 @@ class _BlockTimes:
             )
         return _Gathers(total_s, waited_s)
 
-    def pass_time(self, kinds: Sequence[str], direction: Literal["F", "B"], weights: bool = False) -> PassTime:
+    def pass_time(self, kinds: tuple[str, ...], direction: Literal["F", "B"], weights: bool = False) -> PassTime:
         """A forward or a backward pass of these blocks, with or without weight gradients."""
         directions, settings = direction + "W" * weights, self._settings
         compute_s, layers = self.compute_s(kinds, directions), kinds.count("moe")
@@ -199,12 +200,14 @@ class _BlockTimes:
             least_s = max(least_s, self.compute_s(kinds, in_order) + layers * (layer_s - experts_s))
         return PassTime(least_s, compute_s, layers * self._exchange_s)
 
-    def compute_s(self, kinds: Sequence[str], directions: str) -> float:
+    @cached_method
+    def compute_s(self, kinds: tuple[str, ...], directions: str) -> float:
         """Seconds of the compute tasks of these blocks in some of the directions F, B and W."""
         counts = Counter(kinds)
         return sum(counts[kind] * self.seconds(op, directions) for kind in counts for op in _OPS[kind])
 
-    def _seconds(self, op: str, directions: str) -> float:
+    @cached_method
+    def seconds(self, op: str, directions: str) -> float:
         """Seconds of the tasks of an op in some of the directions F, B and W."""
         shape, stage = self._shape, self._stages[op]
         return sum(shape.num_parts(each, op) * stage.seconds(Action(each, op, 0, 0), shape) for each in directions)

@@ -18,6 +18,7 @@ uses beyond that is not derived: `plan/compilers.py` has what was observed.
 import dataclasses
 import functools
 import math
+import operator
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -59,7 +60,6 @@ from moe_jax.schedule.pipelines.outline import outline_of
 
 Moment = Literal["head", "backward", "update"]
 _GATHERED = 1.5  # times an array: a shard, and all shards in another layout before they are put in place
-_NO_PARTS = ("moment", "on_host")
 TEMPORARIES = ("activations", "gathered", "gradients", "head", "working")
 
 
@@ -82,17 +82,21 @@ class StepMemory:
     @property
     def parts(self) -> dict[str, int]:
         """Bytes by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NO_PARTS}
+        return dict(zip(_PARTS, _bytes_of(self), strict=True))
 
-    @property
+    @functools.cached_property
     def total(self) -> int:
         """The bytes that XLA allocates: arguments, temporaries, and results that do not overwrite an argument."""
-        return sum(self.parts.values())
+        return sum(_bytes_of(self))
 
     @property
     def state(self) -> int:
         """Bytes in use between steps."""
         return self.parameters + self.optimizer
+
+
+_PARTS = tuple(field.name for field in fields(StepMemory) if field.name not in ("moment", "on_host"))
+_bytes_of = operator.attrgetter(*_PARTS)
 
 
 class GradientMemory(NamedTuple):

@@ -8,18 +8,19 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from moe_jax.config.layer_layout import GroupBlock, segments
+from moe_jax.plan.caching import cached_method
 from moe_jax.plan.gradients import params_by_group
 from moe_jax.plan.pass_orders import Orders, orders_of
 from moe_jax.plan.recurrent import recurrent_share
 from moe_jax.plan.resources import owned_by_kind
-from moe_jax.plan.simulate import SimulatedTask, Timeline
+from moe_jax.plan.simulate import Timeline
 from moe_jax.plan.step_times import Step
 from moe_jax.schedule.actions import NO_BLOCK, Action, Stream
 from moe_jax.schedule.dependencies import task_graph
 from moe_jax.schedule.pipelines.tick import needs_inside, numbered_inside
 from moe_jax.schedule.schedule import Schedule
 from moe_jax.schedule.shape import StepShape
-from moe_jax.schedule.simulation import simulate_numbered, simulate_streams
+from moe_jax.schedule.simulation import NumberedTasks, simulate_numbered
 
 _PERIODS = 3  # simulated periods of equal blocks; each further one takes as long as the last one added
 
@@ -55,9 +56,6 @@ class PassTimes:
     def __init__(self, step: Step, split: bool, pairs: bool):
         self._step, self._split, self._pairs = step, split, pairs
         self._segments = segments(step.config.model)
-        self._chunk = functools.cache(self._chunk_of)
-        self._simulated = functools.cache(self._simulate)
-        self._orders = functools.cache(self._orders_of)
 
     def chunk(self, group: Sequence[GroupBlock]) -> ChunkTimes:
         """The durations of a chunk with these blocks."""
@@ -100,15 +98,13 @@ class PassTimes:
             graph, inside = task_graph(orders.shape), set(actions)
             needs = {action: frozenset(graph[action] & inside) for action in actions}
         schedule = Schedule(self._step.config.schedule.policy, orders.shape, tuple(actions))
-        spans = simulate_streams(
-            actions, needs, self._step.task_seconds(schedule), self._step.stream_of, slowdown=self._step.slowdown
-        )
-        return Timeline(
-            schedule,
-            tuple(SimulatedTask(action, self._step.stream_of(action), *span) for action, span in spans.items()),
-        )
+        tasks, streams = NumberedTasks.of(needs), tuple(map(self._step.stream_of, actions))
+        times_s, ranks = list(map(self._step.task_seconds(schedule), actions)), [0] * len(actions)
+        start_s, end_s = simulate_numbered(range(len(actions)), tasks, times_s, streams, ranks, self._step.slowdown)
+        return Timeline(schedule=schedule, actions=actions, streams=streams, start_s=start_s, end_s=end_s)
 
-    def _chunk_of(self, repeats: tuple[tuple[int, int], ...]) -> ChunkTimes:
+    @cached_method
+    def _chunk(self, repeats: tuple[tuple[int, int], ...]) -> ChunkTimes:
         """The durations of a chunk with these numbers of periods of each segment."""
         longest, count = max(repeats, key=lambda run: run[1])
 
@@ -123,7 +119,8 @@ class PassTimes:
     def _kinds(self, repeats: Iterable[tuple[int, int]]) -> tuple[str, ...]:
         return tuple(kind for number, count in repeats for kind in self._segments[number].kinds * count)
 
-    def _orders_of(self, kinds: tuple[str, ...]) -> Orders:
+    @cached_method
+    def _orders(self, kinds: tuple[str, ...]) -> Orders:
         config, step = self._step.config, self._step
         return orders_of(
             kinds, config, step.mesh, step.device.platform, self._split, self._pairs, step.measured.compute
@@ -155,11 +152,11 @@ class PassTimes:
             *map(simulated, (orders.forward, orders.backward, orders.weight, [task for _, task in orders.together]))
         )
 
-    def _simulate(self, kinds: tuple[str, ...]) -> ChunkTimes:
+    @cached_method
+    def _simulated(self, kinds: tuple[str, ...]) -> ChunkTimes:
         found = self._passes(kinds)
-        if self._step.config.schedule.remat == "chunk":  # its forward pass is run again
-            repeated = {name: sum_of(found.forward, getattr(found, name)) for name in ("backward", "together")}
-            found = found._replace(**repeated)
+        if self._step.config.schedule.remat == "chunk":
+            found = with_forward_again(found)
         added_s = self._added_s(kinds)
         longer = {
             name: _longer(getattr(found, name), added_s)
@@ -186,6 +183,13 @@ def _repeats(group: Sequence[GroupBlock]) -> tuple[tuple[int, int], ...]:
 def sum_of(*passes: PassTime) -> PassTime:
     """Return the duration of passes that run one after the other."""
     return PassTime(*map(sum, zip(*passes, strict=True)))
+
+
+def with_forward_again(found: ChunkTimes) -> ChunkTimes:
+    """The durations with `schedule.remat=chunk`: a backward pass runs the forward pass again."""
+    return found._replace(
+        backward=sum_of(found.forward, found.backward), together=sum_of(found.forward, found.together)
+    )
 
 
 def _longer(found: PassTime, seconds: float) -> PassTime:

@@ -9,7 +9,7 @@ are summed after the last tick.
 
 import functools
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.registry import PIPELINE_FACTS
+from moe_jax.plan.caching import cached_method
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.collective_costs import DeviceGroup
 from moe_jax.plan.gradients import params_by_group
@@ -42,9 +43,6 @@ class PipelinedStep:
         split = PIPELINE_FACTS[settings.pipeline].split_weight_grad
         self._sends_after_passes = split and self.outline.has_pairs
         self._times = passes(self.step, split, self.outline.has_pairs)
-        self._slot_s = functools.cache(self._seconds_of_groups)
-        self._ticks_s = functools.cache(self._seconds_of_ticks)
-        self._chunk = functools.cache(self._chunk_of)
         self._top = len(self.stages.groups) - 1
 
     @property
@@ -110,31 +108,32 @@ class PipelinedStep:
             "idle": alone_s - compute - waiting,
         }
 
-    def _seconds_of_ticks(self, send_s: float) -> float:
+    @cached_method
+    def _ticks_s(self, send_s: float) -> float:
         """Seconds of all ticks; a tick takes as long as its longest slot."""
         return sum(map(operator.mul, self.outline.ticks.values(), self._slots_s(send_s).max(axis=1).tolist()))
 
     def _slots_s(self, send_s: float) -> npt.NDArray[np.float64]:
         """Seconds of each tick's slots [ticks, stages]."""
-        seconds = [self._slot_s(*self._groups(stage, passes), send_s) for stage, passes in self._slots.slots]
+        seconds = [self._slot_s(self._groups(stage, passes), send_s) for stage, passes in self._slots.slots]
         return np.array(seconds)[self._slots.index_TS]
 
-    def _groups(self, stage: int, passes: StagePasses) -> Iterator[int | None]:
+    def _groups(self, stage: int, passes: StagePasses) -> StagePasses:
         """The groups of a slot's passes, or the first ones that are like them."""
-        return (None if chunk is None else self.stages.alike[self.stages.group(stage, chunk)] for chunk in passes)
+        alike, group = self.stages.alike, self.stages.group
+        return StagePasses(*(None if chunk is None else alike[group(stage, chunk)] for chunk in passes))
 
-    def _seconds_of_groups(
-        self, forward_group: int | None, backward_group: int | None, weight_group: int | None, send_s: float
-    ) -> float:
+    @cached_method
+    def _slot_s(self, groups: StagePasses, send_s: float) -> float:
         """Seconds of a slot with the passes of these groups."""
-        forward, backward, weight = map(self._chunk, (forward_group, backward_group, weight_group))
+        forward, backward, weight = map(self._chunk, groups)
         ends = self._times.ends
-        before_s = ends.embedding if forward_group == 0 else 0.0
-        head_s = ends.head.seconds if backward_group == self._top else 0.0
-        after_s = ends.embedding_back if backward_group == 0 else 0.0
+        before_s = ends.embedding if groups.forward == 0 else 0.0
+        head_s = ends.head.seconds if groups.backward == self._top else 0.0
+        after_s = ends.embedding_back if groups.backward == 0 else 0.0
         weight_s = weight.weight.seconds if weight else 0.0
         together_s = None
-        if forward and self._same_blocks(forward_group, backward_group):
+        if forward and self._same_blocks(groups.forward, groups.backward):
             together_s = forward.together.seconds
         forward_s, backward_s = (
             forward.forward.seconds if forward else 0.0,
@@ -151,7 +150,8 @@ class PipelinedStep:
         ]
         return max(before_s + forward_s, arrived_s[0]) + max(head_s + backward_s + after_s + weight_s, arrived_s[1])
 
-    def _chunk_of(self, group: int | None) -> ChunkTimes | None:
+    @cached_method
+    def _chunk(self, group: int | None) -> ChunkTimes | None:
         return None if group is None else self._times.chunk(self.stages.groups[group])
 
     def _same_blocks(self, one: int | None, other: int | None) -> bool:

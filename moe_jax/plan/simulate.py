@@ -1,6 +1,6 @@
 """The predicted timeline of a schedule: times, exposed communication, live memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -23,25 +23,40 @@ class SimulatedTask(NamedTuple):
     end_s: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """All tasks of a step, sorted by start."""
+    """All tasks of a step. Facts of tasks are found by their numbers."""
 
     schedule: Schedule
-    tasks: tuple[SimulatedTask, ...]
+    actions: Sequence[Action]
+    streams: Sequence[Stream]
+    start_s: Mapping[int, float]  # sorted
+    end_s: Mapping[int, float]
+
+    @cached_property
+    def tasks(self) -> tuple[SimulatedTask, ...]:
+        """The tasks, sorted by start."""
+        return tuple(
+            SimulatedTask(self.actions[task], self.streams[task], start_s, self.end_s[task])
+            for task, start_s in self.start_s.items()
+        )
 
     @cached_property
     def makespan_s(self) -> float:
         """Duration of the step."""
-        return max(task.end_s for task in self.tasks)
+        return max(self.end_s.values())
 
     @cached_property
     def busy_s(self) -> dict[Stream, float]:
         """Busy time of each stream: its duration if it ran alone."""
         busy_s = dict.fromkeys(Stream, 0.0)
-        for task in self.tasks:
-            busy_s[task.stream] += task.end_s - task.start_s
+        for task, start_s in self.start_s.items():
+            busy_s[self.streams[task]] += self.end_s[task] - start_s
         return busy_s
+
+    def busy_with_s(self, counts: Callable[[Action], bool]) -> float:
+        """Busy time with the tasks that count."""
+        return sum(self.end_s[task] - start_s for task, start_s in self.start_s.items() if counts(self.actions[task]))
 
     @property
     def exposed_s(self) -> float:
@@ -90,9 +105,6 @@ def simulate(
     order = tasks.numbers(schedule.actions)
     compute = (tasks.tasks[task] for task in order if streams[task] == Stream.COMPUTE)
     waits = {tasks.number[gather]: tasks.number[task] for gather, task in releases(schedule.shape, compute).items()}
-    times_s, ranks, actions = list(map(seconds, tasks.tasks)), ranks_of(schedule.shape, rank_of), tasks.tasks
+    times_s, ranks = list(map(seconds, tasks.tasks)), ranks_of(schedule.shape, rank_of)
     start_s, end_s = simulate_numbered(order, tasks.with_needs(waits), times_s, streams, ranks, slowdown)
-    return Timeline(
-        schedule,
-        tuple(SimulatedTask(actions[task], streams[task], at_s, end_s[task]) for task, at_s in start_s.items()),
-    )
+    return Timeline(schedule=schedule, actions=tasks.tasks, streams=streams, start_s=start_s, end_s=end_s)

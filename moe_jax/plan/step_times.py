@@ -133,7 +133,7 @@ class Step:
         With gradient accumulation, only the last part sums gradients over devices before ZeRO 2.
         """
         line, accumulation = self.timeline, self.config.train.grad_accumulation
-        sums = sum(task.end_s - task.start_s for task in line.tasks if is_reduction(task.action))
+        sums = line.busy_with_s(is_reduction)
         exchange = line.busy_s[Stream.COMMUNICATION] + line.busy_s[Stream.INTRA_NODE] - sums
         each_summed = self.sums_each_part
         alone = line.exposed_s if each_summed else self._exposed_without_sums()

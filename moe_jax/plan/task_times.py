@@ -108,12 +108,14 @@ class TaskTimes:
                 return transfer.link.seconds(transfer.num_bytes, shape.num_parts(direction, op))
             return self.compute["dense" if dense else op].seconds(Action(direction, op, 0, 0), shape)
 
+        sent_s = functools.cache(self.reduce.seconds)  # buckets of a model have few sizes
+
         def seconds(action: Action) -> float:
             direction, op, block, _ = action
             if direction == "G":
-                return self.reduce.seconds(self._bytes_of(action))
+                return sent_s(self._bytes_of(action))
             if direction == "P":
-                return self.reduce.seconds(self.gather_bytes[owner_of(action)][op])
+                return sent_s(self.gather_bytes[owner_of(action)][op])
             return of_op(direction, op, op == "attend" and shape.kinds[block] == "dense")
 
         return seconds
@@ -128,4 +130,7 @@ def owner_of(action: Action) -> int:
     """The index of the owner of summed gradients, or of gathered parameters: 0 is the embedding, -1 the head, blocks
     are between them.
     """
-    return {"embed": 0, "head": -1}.get(action.op, action.block + 1)
+    return _ENDS.get(action.op, action.block + 1)
+
+
+_ENDS = {"embed": 0, "head": -1}

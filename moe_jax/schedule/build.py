@@ -79,15 +79,16 @@ _TOLERANCE = 1.002  # orders that are at most this much slower than the fastest 
 
 def _make_schedule(policy: str, shape: StepShape, times_s: tuple[float, ...], stream_of: StreamOf) -> Schedule:
     """The schedule for these durations of all tasks, by number."""
-    tasks, before = numbered_tasks(shape), replace(shape, param_gather="none")  # gathers do not change compute
-    orders = _known_orders(policy, before.unreduced) if policy in POLICIES else _orders(policy, before)
-    needs, streams = task_graph(before), streams_of(shape, stream_of)
+    tasks, streams = numbered_tasks(shape), streams_of(shape, stream_of)
+    ungathered = replace(shape, param_gather="none")  # gathers do not change compute, and neither do reductions
+    before = ungathered.unreduced
+    orders = _known_orders(policy, before) if policy in POLICIES else _orders(policy, ungathered)
     computes = [orders[Stream.COMPUTE]]
     if shape.split_weight_grad:
-        seconds, ungathered = dict(zip(tasks.tasks, times_s, strict=True)).__getitem__, numbered_tasks(before)
-        compute, *lanes = map(ungathered.numbers, (computes[0], *_exchanges(orders)))
-        issued = ungathered.actions(interleave(compute, lanes, ungathered))
-        computes = greedy(issued, before, needs, seconds, stream_of)
+        seconds, numbered = dict(zip(tasks.tasks, times_s, strict=True)).__getitem__, numbered_tasks(before)
+        compute, *lanes = map(numbered.numbers, (computes[0], *_exchanges(orders)))
+        issued = numbered.actions(interleave(compute, lanes, numbered))
+        computes = greedy(issued, before, task_graph(before), seconds, stream_of)
     computes = list(map(list, dict.fromkeys(map(tuple, computes))))  # each order once
     lists = [_merge(compute, orders, shape, times_s, streams) for compute in computes]
     best = lists[0]

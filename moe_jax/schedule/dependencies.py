@@ -79,7 +79,7 @@ def _without_reductions(shape: StepShape) -> Needs:
 
 
 @lru_cache(maxsize=64)
-def reductions_by_owner(shape: StepShape) -> tuple[list[Action], ...]:
+def reductions_by_owner(shape: StepShape) -> tuple[tuple[Action, ...], ...]:
     """The sums of each owner's gradients over devices, in the order in which the backward pass reaches the owners."""
     return tuple(filter(None, map(shape.reductions_of, reversed(range(len(shape.reductions))))))
 

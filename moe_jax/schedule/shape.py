@@ -1,7 +1,7 @@
 """The shape of a step: its blocks, and the number of parts that each kind of task is split into."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from moe_jax.schedule.actions import NO_BLOCK, Action, ScheduleError, Stream, stream_of_op
@@ -156,11 +156,16 @@ class StepShape:
             return Action("P", action.op, action.block, 0)
         return Action("P", action.op, action.block, 1) if 0 <= action.block < len(self.kinds) - 1 else None
 
-    def reductions_of(self, owner: int) -> list[Action]:
+    def reductions_of(self, owner: int) -> tuple[Action, ...]:
         """The reductions of an owner's gradients, one for each bucket."""
         op = "embed" if owner == 0 else "head" if owner == len(self.kinds) + 1 else "reduce"
         block = owner - 1 if op == "reduce" else NO_BLOCK
-        return [Action("G", op, block, chunk) for chunk in range(self.reductions[owner])]
+        return _buckets(op, block, self.reductions[owner])
+
+
+@lru_cache(maxsize=1024)
+def _buckets(op: str, block: int, count: int) -> tuple[Action, ...]:
+    return tuple(Action("G", op, block, part) for part in range(count))
 
 
 def weight_gradient(action: Action, shape: StepShape) -> Action | None:

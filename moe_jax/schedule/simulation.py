@@ -32,17 +32,18 @@ class NumberedTasks:
     def of(needs: Needs) -> "NumberedTasks":
         """Number the tasks of a mapping from each task to those that it needs."""
         number: dict[Action, int] = {task: place for place, task in enumerate(needs)}
-        different = dict.fromkeys(needs.values())  # all buckets of an owner need the same tasks
-        of_set = {some: tuple([number.setdefault(need, len(number)) for need in some]) for some in different}
-        numbered = [of_set[some] for some in needs.values()]
+        alike: dict[frozenset[Action], list[int]] = {}  # all buckets of an owner need the same tasks
+        for task, some in enumerate(needs.values()):
+            alike.setdefault(some, []).append(task)
+        of_set = {some: tuple([number.setdefault(need, len(number)) for need in some]) for some in alike}
         followers: list[list[int]] = [[] for _ in number]
-        for task, some in enumerate(numbered):
-            for need in some:
-                followers[need].append(task)
+        for some, tasks in alike.items():
+            for need in of_set[some]:
+                followers[need] += tasks
         return NumberedTasks(
             tasks=tuple(number),
             number=number,
-            needs=numbered,
+            needs=[of_set[some] for some in needs.values()],
             followers=list(map(tuple, followers)),
             waiting=list(map(len, needs.values())),
         )

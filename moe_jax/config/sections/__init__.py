@@ -95,7 +95,7 @@ class Sections:
         """Return the positions of all ranks for the experts of one block and their copies, on a mesh of these sizes."""
         return self.model.moe.num_experts + self.replicas * self.mesh.expert_ranks(sizes)
 
-    @property
+    @functools.cached_property
     def step_kind(self) -> StepKindName:
         """The kind of training step that these settings require."""
         if self.mesh.pipeline > 1 or not self.schedule.pipeline_facts.needs_stages:

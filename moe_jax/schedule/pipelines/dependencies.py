@@ -34,10 +34,10 @@ def inputs(task: TableTask, stages: int, chunks: int) -> tuple[TableTask, ...]:
             return (received,) if received else ()
         case "B":
             received = gradient_from(task, stages, chunks)
-            own = task._replace(direction="F")
+            own = TableTask("F", task.stage, task.work)
             return (own, received) if received else (own,)
         case _:
-            return (task._replace(direction="B"),)
+            return (TableTask("B", task.stage, task.work),)
 
 
 def check(table: Table) -> None:

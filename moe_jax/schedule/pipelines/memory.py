@@ -65,7 +65,7 @@ def _lifetimes(table: Table) -> tuple[_Lifetimes, ...]:
         if task.direction == "B" and (sender := gradient_from(task, table.stages, table.chunks)):
             gradients[key] = _Lifetime(ran[sender] + 1, tick)
         if task.direction == "W":
-            weight[key] = _Lifetime(ran[task._replace(direction="B")], tick)
+            weight[key] = _Lifetime(ran[TableTask("B", task.stage, task.work)], tick)
     return _saved(ran, _last(table)), weight, activations, gradients
 
 
@@ -79,7 +79,7 @@ def _ran(table: Table) -> dict[TableTask, int]:
 
 def _saved(ran: Mapping[TableTask, int], until: str) -> _Lifetimes:
     return {
-        (task.stage, task.work): _Lifetime(tick, ran[task._replace(direction=until)])
+        (task.stage, task.work): _Lifetime(tick, ran[TableTask(until, task.stage, task.work)])
         for task, tick in ran.items()
         if task.direction == "F"
     }

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from moe_jax.schedule.pipelines.build import make_table
 from moe_jax.schedule.pipelines.memory import slot_counts
-from moe_jax.schedule.pipelines.table import ChunkPass, StageTick, Table
+from moe_jax.schedule.pipelines.table import StageTick, Table
 
 _ROUNDS = 3  # of as many microbatches as there are stages; after them a table repeats itself
 
@@ -70,4 +70,4 @@ def _outline(table: Table) -> Outline:
 
 
 def _passes(slot: StageTick) -> StagePasses:
-    return StagePasses(*(work.chunk if isinstance(work, ChunkPass) else None for work in slot))
+    return StagePasses(*[None if work is None else work.chunk for work in slot])
