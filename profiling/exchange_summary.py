@@ -155,7 +155,13 @@ def write_picture(result: dict[str, Any], path: Path) -> Path:
     axes.set(xscale="log", xlabel="bytes that a rank exchanges", ylabel="time over the fastest algorithm's")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, title="dashed: closed forms", ncols=2)
+    axes.legend(
+        frameon=False,
+        title="dashed: closed forms",
+        ncols=len(result["algorithms"]),
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1),
+    )
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)

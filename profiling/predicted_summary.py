@@ -7,6 +7,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.ticker import LogLocator, NullLocator
 from results_file import rounded
 
 Row = dict[str, Any]
@@ -99,7 +100,11 @@ def write_picture(result: dict[str, Any], path: Path) -> Path:
     ends = np.array([0.9 * low, 1.1 * high])
     axes.plot(ends, ends, color="0.3", linewidth=0.8)
     axes.fill_between(ends, 0.95 * ends, 1.05 * ends, color="0.5", alpha=0.2, label="5 %")
-    axes.set(xscale="log", yscale="log", xlabel="measured seconds per step", ylabel="predicted")
+    axes.set(xscale="log", yscale="log", xlabel="measured seconds per step", ylabel="predicted seconds per step")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(base=2))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_locator(NullLocator())
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
     figure.tight_layout()

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-from matplotlib.ticker import ScalarFormatter
+from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 from tuned_replay import WITHIN
 
 _COLORS = {"search": "#2a6fd0", "grid": "#d9541e", "random": "#8a8880"}
@@ -43,7 +43,7 @@ def _sizes(axes: Any, sweep: Mapping[str, Any]) -> None:
     near = (1 + WITHIN) * min(median)
     axes.axhline(near, color="#333333", linestyle=":", linewidth=1, label=f"{100 * WITHIN:g} % above the best")
     axes.set(
-        xscale="log", xlabel="chunk size, MB", ylabel="seconds per step", title="every size, medians and quartiles"
+        xscale="log", xlabel="bucket size, MB", ylabel="seconds per step", title="every size, medians and quartiles"
     )
     axes.legend(frameon=False)
 
@@ -90,5 +90,8 @@ def _run(times: Any, sizes: Any, live: Mapping[str, Any]) -> None:
         ylabel="seconds per step", title=f"a run that tunes itself (shaded); links of {before:g}, then {after:g} Mbit/s"
     )
     times.set_ylim(0, 1.1 * sorted(seconds for _, seconds in live["step_s"])[int(0.98 * len(steps))])
-    sizes.set(yscale="log", xlabel="step", ylabel="chunk size, MB")
+    sizes.set(yscale="log", xlabel="step", ylabel="bucket size, MB")
+    sizes.yaxis.set_major_locator(LogLocator(base=4))
+    sizes.yaxis.set_major_formatter("{x:g}")
+    sizes.yaxis.set_minor_locator(NullLocator())
     sizes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)

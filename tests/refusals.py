@@ -784,6 +784,11 @@ REFUSED = {
         "migration.replicas=2 with optimizer.zero=1, which cuts what copies sum: "
         "use optimizer.zero=0, or migration.replicas=0"
     ),
+    "migration.enabled=true mesh.expert=2 model.moe.num_experts=4 model.moe.capacity_factor=null "
+    "migration.replicas=4": (
+        "migration.replicas=4, and a rank has at most copies of 3 other ranks' experts with model.moe.num_experts=4: "
+        "use migration.replicas=3 or less"
+    ),
     "migration.replicas=-1": "migration.replicas=-1 must be at least 0",
     "migration.rank_speeds=[1,0.5]": (
         "migration.rank_speeds=[1, 0.5] places experts by speed, but migration.enabled=false places none: "

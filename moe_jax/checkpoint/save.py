@@ -97,7 +97,9 @@ class Checkpoints:
         free = self._storage.free_bytes()
         if any(allgather(free is not None and free < needed + RESERVED_BYTES)):  # otherwise it would fail halfway
             self._report_failure(
-                step, f"it takes {size(needed)}, and there are {size(free or 0)} left", "free some space"
+                step,
+                f"it takes {size(needed)} and leaves {size(RESERVED_BYTES)} free, and there are {size(free or 0)} left",
+                "free some space",
             )
             return
         self._pending_step, leaves = step, array_records(state, agreed_digests(self._digests(state), step, state))

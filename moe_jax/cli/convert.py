@@ -58,7 +58,9 @@ def main() -> None:
     parser.add_argument("--family", help="export: model_type of config.json (default: the one that holds the model)")
     parser.add_argument("--dtype", choices=DTYPES, help="export: of the tensors (default: float32)")
     parser.add_argument("--ema", action="store_true", help="export: the average of parameters (optimizer.ema_decay)")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="import: e.g. mesh.expert=8")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="import: e.g. mesh.expert=8"
+    )
     processes.add_arguments(parser)
     arguments = parser.parse_intermixed_args()
     if arguments.direction == "import":

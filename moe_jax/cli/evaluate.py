@@ -115,7 +115,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--step", type=int, metavar="N", help="of the checkpoint (default: the newest one)")
     parser.add_argument("--ema", action="store_true", help="use the moving average of parameters (optimizer.ema_decay)")
     parser.add_argument("--json", type=place, metavar="FILE", help="write the results to this file")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="e.g. mesh.expert=1")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="e.g. mesh.expert=1")
     tasks = parser.add_argument_group("tasks of lm-eval, in one process (pip install -e '.[eval]')")
     tasks.add_argument("--tasks", type=_names, default=[], metavar="NAME[,NAME]", help="tasks or groups of tasks")
     tasks.add_argument("--task-folder", type=Path, metavar="DIR", help="folder with more tasks, as YAML files")
@@ -131,6 +131,8 @@ def _arguments() -> argparse.Namespace:
         if not arguments.tasks and (value := getattr(arguments, name)) is not None:
             option = f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
             raise ConfigError(f"{option} is for tasks: name some with --tasks, or drop it")
+    if arguments.json and not arguments.json.endswith(".json"):
+        raise ConfigError(f"--json={arguments.json} must be a file that ends in .json, e.g. loss.json")
     arguments.json = arguments.json and output_file(arguments.json)
     return arguments
 

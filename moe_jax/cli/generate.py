@@ -82,7 +82,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end a text there; may be repeated")
     parser.add_argument("--ema", action="store_true", help="use the moving average of parameters (optimizer.ema_decay)")
     parser.add_argument("--ignore-eos", action="store_true", help="do not stop at the end of a text")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="e.g. mesh.expert=4 mesh.tensor=2")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="e.g. mesh.expert=4 mesh.tensor=2"
+    )
     arguments = parser.parse_intermixed_args()
     check_number("--tokens", arguments.tokens, SAMPLED._replace(least=1))
     check_number("--batch-size", arguments.batch_size, Range(1, 1024))

@@ -42,7 +42,7 @@ def main() -> None:
         epilog="example: --model configs/models/mixtral_8x7b.yaml --cluster h100x64 train.batch_size=256 "
         "--out plans/mixtral.yaml",
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="settings")
     parser.add_argument("--model", metavar="FILE", required=True, help="a config; its mesh and schedule are replaced")
     parser.add_argument(
         "--cluster",
@@ -91,7 +91,7 @@ def main() -> None:
         )
     if arguments.out:
         arguments.out = output_file(arguments.out)
-        _check(arguments.out)
+        _check(arguments.out, arguments.model)
     overridden = {each.partition("=")[0] for each in arguments.overrides}
     draft = loaded if loaded.open else open_draft(loaded, fixed=overridden)
     printed: list[str] = []
@@ -139,10 +139,15 @@ def _recorded_load(folder: str) -> float:
     raise ConfigError(f"--load-factor {folder}: its records have no load_max_over_mean: name a run with experts")
 
 
-def _check(out: Path) -> None:
-    """Raise ConfigError, before planning starts, if one of the three files cannot be written."""
+def _check(out: Path, model: str) -> None:
+    """Raise ConfigError, before planning starts, if one of the three files cannot be written, or has been by others."""
     if out.suffix != ".yaml":
         raise ConfigError(f"--out {out} is to be a config: name a .yaml file")
+    if out.exists() and Path(model).exists() and out.samefile(model):
+        raise ConfigError(f"--out {out} would replace --model {model}: name another file")
+    for path in (out.with_suffix(suffix) for suffix in (".txt", ".png")):
+        if path.is_file() and not out.exists():
+            raise ConfigError(f"--out {out} would replace {path}, which no plan has written: name another file")
     with _os_errors_as_config_errors(out):
         check_writable(out, *(out.with_suffix(suffix) for suffix in (".txt", ".png")))
 

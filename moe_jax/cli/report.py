@@ -43,7 +43,9 @@ def main() -> None:
         "schedule.microbatches=2 --policies vanilla,expert_pipeline,unified --out reports/v5p",
     )
     parser.add_argument("run", metavar="RUN", nargs="?", help="folder of a run (its log.dir); it may still be running")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="with --compile: settings")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="with --compile: settings"
+    )
     parser.add_argument(
         "--watch",
         metavar="SECONDS",
@@ -79,8 +81,10 @@ def main() -> None:
 
 
 def _page(arguments: argparse.Namespace) -> None:
-    if arguments.trace:
-        raise UsageError(f"--trace {arguments.trace} goes with --compile TARGET --config FILE: name both")
+    for name in ("trace", "config", "policies", "save_hlo", "out", "option"):
+        if value := getattr(arguments, name):
+            text = f"--{name.replace('_', '-')} {value[0] if name == 'option' else value}"
+            raise UsageError(f"{text} goes with --compile TARGET --config FILE: name both")
     if arguments.run is None:
         raise UsageError("nothing to report on: name the folder of a run, or --compile TARGET --config FILE")
     if arguments.overrides:

@@ -43,7 +43,9 @@ def main() -> None:
     )
     parser.add_argument("--config", type=place, required=True, help="YAML file, or the folder of an earlier run")
     parser.add_argument("--dry-run", action="store_true", help="print what would be trained, and stop")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="settings that replace the file's"
+    )
     processes.add_arguments(parser)
     arguments = parser.parse_intermixed_args()
     draft = load_draft(arguments.config, arguments.overrides)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -197,7 +198,11 @@ def write_weights(
     for number, names in enumerate(groups, start=1):
         file = _SINGLE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}{SUFFIX}"
         content = dict(next(tensors) for _ in names)
+        (folder / file).touch()
+        mode = (folder / file).stat().st_mode  # of any new file here; safetensors gives others no right to read its own
         save_file(content, folder / file, metadata={"format": "pt"})
+        if (folder / file).stat().st_mode != mode:
+            (folder / file).chmod(stat.S_IMODE(mode))
         index |= dict.fromkeys(content, file)
     if len(groups) > 1:
         total = sum(int(np.prod(shape)) * types[name].itemsize for name, shape in shapes.items())

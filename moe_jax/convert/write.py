@@ -123,6 +123,8 @@ def write_model(
         if is_full_disk(error):
             raise ConvertError(f"{folder}: no room on that disk: free some space, or name another folder") from None
         file, reason = (error.filename, error.strerror) if isinstance(error, OSError) else (None, None)
+        if str(file).startswith(str(folder.with_name(f".{folder.name}-"))):  # of the folder with the unfinished files
+            file = folder
         raise ConvertError(f"{file or folder}: {reason or error}: name another folder") from None
 
 

@@ -35,9 +35,12 @@ def write_together(contents: Mapping[Path, bytes]) -> None:
         try:
             for path, unfinished in temporary.items():
                 with unfinished.open("wb") as file:
-                    file.write(contents[path])
-                    file.flush()
-                    os.fsync(file.fileno())
+                    try:
+                        file.write(contents[path])
+                        file.flush()
+                        os.fsync(file.fileno())
+                    except OSError as error:  # that of a full disk names no file
+                        raise _problem(error.errno or 0, path) from error
             for path, unfinished in temporary.items():
                 unfinished.replace(path)
         finally:

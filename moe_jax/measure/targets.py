@@ -18,7 +18,7 @@ from typing import Any
 from moe_jax.config.attention_kernels import HOPPER
 from moe_jax.config.ranges import SIMULATED, check_number
 from moe_jax.errors import UserError
-from moe_jax.plan.clusters import PRESETS, preset_of
+from moe_jax.plan.clusters import MOST_DEVICES, PRESETS, preset_of
 from moe_jax.plan.task_times import Linear
 
 
@@ -132,6 +132,12 @@ def find_target(name: str) -> Target:
     if platform == "cpu":
         check_number(f"--compile {name}: devices", int(layout[:_MOST_DIGITS]), SIMULATED)
         return _cpu(name)
+    counts = [int(number[:_MOST_DIGITS]) for number in layout.split("x")]
+    if 0 in counts:
+        possible = "x".join(str(max(count, 1)) for count in counts)
+        raise TargetError(f"--compile {name} has no devices: use 1 or more along each axis, as in {kind}:{possible}")
+    if math.prod(counts) > MOST_DEVICES:
+        raise TargetError(f"--compile {name} has too many devices: use up to {MOST_DEVICES:,}")
     return _of_cluster(name, platform)
 
 

@@ -119,7 +119,7 @@ def test_a_checkpoint_that_finds_no_room_ends_the_run_only_if_it_is_the_last(
 
     monkeypatch.setattr(Checkpoints, "save", save_on_a_full_disk)
     monkeypatch.setattr(sys, "argv", ["train", "--config", "tiny.yaml", "train.steps=6"])
-    reason = r"was not saved \(it takes .* kB, and there are 5\.0 kB left\)"
+    reason = r"was not saved \(it takes .* kB and leaves 1\.0 MB free, and there are 5\.0 kB left\)"
     if full_at == 6:
         with pytest.raises(SystemExit) as ending:
             run_command(COMMANDS["train"])

@@ -62,6 +62,7 @@ REFUSED = [
         "run has no chat_template.jinja, and no chat_template in a tokenizer_config.json: put the model's there, or "
         "leave out --chat",
     ),
+    ("results over a text", "--json text.txt", "--json=text.txt must be a file that ends in .json, e.g. loss.json"),
     ("a file in the way", "--json file/found.json", "file: Not a directory: name another file or folder"),
 ]
 

@@ -1,5 +1,7 @@
 """Flags that a command does not have or cannot use, and what its own process says."""
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -197,13 +199,34 @@ def test_a_plan_that_could_not_be_written_is_not_made(
     assert_refused(line, f"--out {out} cannot be written ({reason}): name another file")
 
 
+def test_a_plan_replaces_no_file_of_another_kind(assert_refused: Refusal) -> None:
+    line = "plan --model tiny.yaml --cluster h100x8 --out"
+    assert_refused(f"{line} ./tiny.yaml", "--out tiny.yaml would replace --model tiny.yaml: name another file")
+    assert_refused(
+        f"{line} text.yaml", "--out text.yaml would replace text.txt, which no plan has written: name another file"
+    )
+
+
+def test_a_disk_that_fills_up_is_reported_with_the_name_of_the_file(
+    assert_refused: Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("moe_jax.files.atomic.os.fsync", full)
+    assert_refused(
+        "plan --model tiny.yaml --cluster h100x8 --out new/plan.yaml",
+        "--out new/plan.yaml cannot be written (new/plan.yaml: No space left on device): name another file",
+    )
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("train --config tiny.yaml --steps=3", "unrecognized arguments: --steps=3"),
         ("train --num-processes=two", "argument --num-processes: invalid int value: 'two'"),
         ("generate", "the following arguments are required: --run"),
-        ("evaluate", "the following arguments are required: RUN, section.key=value"),
+        ("evaluate", "the following arguments are required: RUN"),
         ("evaluate run --batches=x", "argument --batches: invalid int value: 'x'"),
         ("generate --run full --tokens=x", "argument --tokens: invalid int value: 'x'"),
         ("launch", "the following arguments are required: --processes"),

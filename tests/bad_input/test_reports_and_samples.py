@@ -64,6 +64,21 @@ NO_RUNS = [
         "run runn does not exist: give the folder that a run has as log.dir",
     ),
     (
+        "report: a folder for a page",
+        "report full --out out",
+        "--out out goes with --compile TARGET --config FILE: name both",
+    ),
+    (
+        "report: policies of a page",
+        "report full --policies vanilla",
+        "--policies vanilla goes with --compile TARGET --config FILE: name both",
+    ),
+    (
+        "report: an option of a page",
+        "report full --option a=1",
+        "--option a=1 goes with --compile TARGET --config FILE: name both",
+    ),
+    (
         "report: nothing that continues",
         "report --compile cpu:8 --config tiny.yaml --watch 5",
         "--watch=5 is for the page of a run, and --compile writes none: drop one",

@@ -1,4 +1,4 @@
-"""A disk that is full, or fills up while a model is written: one line, and nothing is left."""
+"""A disk that is full, fills up while a model is written, or is read-only; and who may read what is written."""
 
 import errno
 import os
@@ -72,3 +72,23 @@ def test_a_disk_that_fills_up_during_an_export_keeps_nothing(tmp_path, monkeypat
         write_model(out, model, family_that_holds(model), read(GOLDEN / NAME), "float32", 64, GOLDEN / NAME)
     assert str(refusal.value) == f"{out}: no room on that disk: free some space, or name another folder"
     assert not any(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_reported_by_the_name_that_was_given(tmp_path, monkeypatch):
+    def mkdtemp(_: object, prefix: str, folder: Path) -> str:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), f"{folder}/{prefix}x1y2")
+
+    monkeypatch.setattr("tempfile.mkdtemp", mkdtemp)
+    model, out = model_of(NAME), tmp_path / "out"
+    with pytest.raises(UserError) as refusal:
+        write_model(out, model, family_that_holds(model), read(GOLDEN / NAME), "float32", 64, GOLDEN / NAME)
+    assert str(refusal.value) == f"{out}: Read-only file system: name another folder"
+    assert not any(tmp_path.iterdir())
+
+
+def test_others_may_read_exported_weights_as_they_may_read_any_new_file(tmp_path):
+    model, out = model_of(NAME), tmp_path / "out"
+    write_model(out, model, family_that_holds(model), read(GOLDEN / NAME), "float32", 64, GOLDEN / NAME, 30_000)
+    (tmp_path / "new").touch()
+    assert len(list(out.glob("*.safetensors"))) > 1
+    assert {file.stat().st_mode for file in out.iterdir()} == {(tmp_path / "new").stat().st_mode}

@@ -54,6 +54,7 @@ def test_levels_join_nodes_slices_and_all(name: str, groups: list[tuple[str, int
         ("h100", "cluster h100 does not say how many devices: add a number, as in h100-64"),
         ("4xv5e", "cluster 4xv5e does not say how many devices: add a number, as in 4xv5e-32"),
         ("h10x64", "cluster 'h10x64' is unknown: did you mean h100-64?"),
+        ("H100x8", "cluster 'H100x8' is unknown: did you mean h100-8?"),
         ("v5-8", "cluster 'v5-8' is unknown: did you mean v5p-8?"),
         ("toaster", "cluster 'toaster' is unknown: use one of v4, v5e, v5p, v6e, tpu7x, a100,"),
         ("h100x0", "cluster h100x0 has no devices: use 1 or more"),

@@ -65,6 +65,18 @@ def test_a_file_changes_the_device_of_a_preset(tmp_path: Path) -> None:
             "base: h100\ndevices: 8\nlevels: [{devices: 8, gb_per_s: 9, efficiency: 2}]",
             "levels[0].efficiency=2 must be a",
         ),
+        (
+            "base: h100\ndevices: 8\nlevels: [{devices: 8, gb_per_s: 1.0e-300}]",
+            "levels[0].gb_per_s=1e-300 must be at least 1e-06",
+        ),
+        (
+            "base: h100\ndevices: 8\nlevels: [{devices: 8, gb_per_s: 9, name: ''}]",
+            "levels[0].name= must be a text, e.g. NVLink",
+        ),
+        (
+            f"base: h100\ndevices: 64\nranks_per_adapter: 0.5\nlevels: {LEVELS}",
+            "ranks_per_adapter=0.5 must be at least 1, which shares no adapter",
+        ),
     ],
 )
 def test_what_describes_no_cluster_is_refused_with_a_cure(text: str, message: str, tmp_path: Path) -> None:

@@ -130,6 +130,9 @@ def test_columns_line_up() -> None:
         ("v5q:2x2", "--compile v5q:2x2: 'v5q' is unknown: use one of v4, v5e, v5p, v6e, tpu7x, h100, h200, cpu, as in"),
         ("v5p", "--compile v5p: '' is no layout of v5p: write v5p:2x2x2"),
         ("h100:8", "--compile h100:8: '8' is no layout of h100: write h100:1x8x8 (slices × hosts × GPUs per host)"),
+        ("v5p:2x2x0", "--compile v5p:2x2x0 has no devices: use 1 or more along each axis, as in v5p:2x2x1"),
+        ("h100:0x1x08", "--compile h100:0x1x08 has no devices: use 1 or more along each axis, as in h100:1x1x8"),
+        (f"v5e:1x{'9' * 5000}", f"--compile v5e:1x{'9' * 5000} has too many devices: use up to 1,048,576"),
         ("cpu:2x2", "--compile cpu:2x2: '2x2' is no layout of cpu: write cpu:8"),
     ],
 )

@@ -52,6 +52,11 @@ def check_migration(config: Sections) -> None:
             "migration.enabled=true with optimizer.offload_moments=true, whose moments would all be on the devices "
             "while experts move: use optimizer.offload_moments=false, or migration.enabled=false"
         )
+    if settings.replicas > (others := moe.num_experts - 1):
+        raise ConfigError(
+            f"migration.replicas={settings.replicas}, and a rank has at most copies of {others} other ranks' experts "
+            f"with model.moe.num_experts={moe.num_experts}: use migration.replicas={others} or less"
+        )
     if settings.replicas and moe.capacity_factor is not None:
         raise ConfigError(
             f"migration.replicas={settings.replicas} with model.moe.capacity_factor={moe.capacity_factor}, which pads "

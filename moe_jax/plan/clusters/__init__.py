@@ -26,7 +26,7 @@ __all__ = [
 
 PRESETS = {**TPUS, **GPUS, **CPUS}
 
-_MOST_DEVICES = 2**20
+MOST_DEVICES = 2**20
 _MAX_DIGITS = 20  # of a number; Python parses up to 4,300
 
 # Patterns of jax's device kinds, and their presets. The first pattern that matches is used.
@@ -58,7 +58,7 @@ def find_cluster(name: str) -> Cluster:
     if kind not in PRESETS and f"{kind}x" in PRESETS and size is not None:  # mi300x8
         kind = f"{kind}x"
     if kind not in PRESETS:
-        near = difflib.get_close_matches(kind, PRESETS, n=1)
+        near = difflib.get_close_matches(kind.lower(), PRESETS, n=1)
         others = (
             f"use one of {', '.join(PRESETS)}, as in h100x64, the .json file of a measured profile, or a .yaml file "
             "that describes one (docs/plan.md)"
@@ -69,8 +69,8 @@ def find_cluster(name: str) -> Cluster:
         raise ClusterError(
             f"cluster {name} does not say how many devices: add a number, as in {name}-{8 * PRESETS[kind].unit}"
         )
-    if max(len(size), len(slices or "")) > _MAX_DIGITS or int(slices or 1) * int(size) > _MOST_DEVICES:
-        raise ClusterError(f"cluster {name} has too many devices: use up to {_MOST_DEVICES:,}")
+    if max(len(size), len(slices or "")) > _MAX_DIGITS or int(slices or 1) * int(size) > MOST_DEVICES:
+        raise ClusterError(f"cluster {name} has too many devices: use up to {MOST_DEVICES:,}")
     return _of(name, PRESETS[kind], int(size), None if slices is None else int(slices))
 
 

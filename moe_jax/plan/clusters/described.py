@@ -31,7 +31,7 @@ from moe_jax.plan.clusters.hardware import Cluster, Device, Level, LinkCurve, Pr
 _MOST_BYTES = 2**16
 _MOST_DEVICES = 2**20
 _MOST_LEVELS = 16
-_LARGEST = 1e9  # a number in a file, in its unit
+_SMALLEST, _LARGEST = 1e-6, 1e9  # a number in a file, in its unit
 _MOST_SPEEDS = 2**10
 _KEYS = ("base", "devices", "ranks_per_adapter", "device", "levels", "speeds")
 _DEVICE_KEYS = {  # and the factor to the units of Device
@@ -85,12 +85,14 @@ class _Reader:
         if joined[-1].devices != devices:
             raise self._error(f"{joined[-1].name} joins {joined[-1].devices} of devices={devices}: use {devices}")
         sharing = self._number("ranks_per_adapter", found.get("ranks_per_adapter", 1))
+        if sharing < 1:
+            raise self._error(f"ranks_per_adapter={sharing:g} must be at least 1, which shares no adapter")
         return Cluster(
             name=str(self._path),
             device=self._device(found),
             devices=devices,
             levels=joined,
-            ranks_per_adapter=max(sharing, 1.0),
+            ranks_per_adapter=sharing,
             speeds=self._speeds(found.get("speeds"), devices),
         )
 
@@ -130,8 +132,11 @@ class _Reader:
         rate = self._number(f"{place}.gb_per_s", found.get("gb_per_s"))
         efficiency = self._number(f"{place}.efficiency", found.get("efficiency", _EFFICIENCY))
         alpha_s = 1e-6 * self._number(f"{place}.alpha_us", found.get("alpha_us", _ALPHA_US))
+        level_name = found.get("name", place)
+        if not isinstance(level_name, str) or not level_name:
+            raise self._error(f"{place}.name={level_name} must be a text, e.g. NVLink")
         return Level(
-            name=str(found.get("name", place)),
+            name=level_name,
             devices=self._count(f"{place}.devices", found.get("devices")),
             bytes_per_s=1e9 * rate,
             ring=LinkCurve(alpha_s, efficiency),
@@ -157,6 +162,8 @@ class _Reader:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 < value <= most:
             raise self._error(f"{name}={value} must be a number above 0 and up to {most:g}")
+        if value < _SMALLEST:
+            raise self._error(f"{name}={value} must be at least {_SMALLEST:g}")
         return float(value)
 
     def _error(self, problem: str) -> ClusterFileError:
