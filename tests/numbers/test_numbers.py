@@ -54,7 +54,10 @@ OTHER = {
         "| mesh |": SETTING,
         "| implementation |": "what the linked reports measured",
     },
-    "fully_sharded.md": {"| | meshes |": "tests/test_plan_figures.py"},
+    "fully_sharded.md": {
+        "| | meshes |": "tests/test_plan_figures.py",
+        "| mesh | `vanilla` |": "tests/test_sharded_losses.py",
+    },
     "generate.md": {"| option |": SETTING},
     "gates.md": {"| gate | scores": SETTING},
     "gpu.md": dict.fromkeys(("| step |", "| grouped products", "| operations of"), "tests/test_bench_gpu.py"),
