@@ -10,7 +10,11 @@ measurements that are close in time.
 The same rounds measure compute alone (the steps with local stand-ins for their collectives) and communication alone
 (the collectives of the plain step, one after another). No schedule can be faster than the longer of the two. Gradients
 are summed in the background, too. Variants with `flat` use XLA's own collectives; they run only if named in
-`--variants`, and need `--threads 2` to overlap anything.
+`--variants`, and need `--threads 2` to overlap anything. Variants with `sharded` shard parameters, gradients and
+moments (`optimizer.zero=3`), and run only if named, too:
+
+    sudo .venv/bin/python profiling/cluster_in_a_box.py --processes 4 --name fully_sharded_box \
+        --variants unified+weight_grad+grad_reduce,vanilla+sharded,unified+weight_grad+grad_reduce+sharded mesh.data=2
 """
 
 import argparse
@@ -39,6 +43,7 @@ _PIPELINE = ["schedule.policy=expert_pipeline", "schedule.microbatches=2"]
 _UNIFIED = ["schedule.policy=unified", "schedule.microbatches=2"]
 _GREEDY = ["schedule.weight_grad=greedy"]
 _CHUNKED = ["schedule.grad_reduce=bucketed", "schedule.bucket_cap_mb=2"]
+_SHARDED = ["optimizer.zero=3"]  # parameters, too
 _FLAT = ["exchange.algorithm=flat", "exchange.reduction=all_reduce"]  # XLA's own collectives
 # name: settings. The first two are the baselines of the others.
 VARIANTS: dict[str, list[str]] = {
@@ -53,10 +58,13 @@ VARIANTS: dict[str, list[str]] = {
     "expert_pipeline+4_parts": [*_PIPELINE, "schedule.microbatches=4"],
     "expert_pipeline+weight_grad+grad_reduce": _PIPELINE + _GREEDY + _CHUNKED,
     "vanilla+weight_grad+grad_reduce": _GREEDY + _CHUNKED,
+    "vanilla+sharded": _SHARDED,  # everything is gathered before the first block
+    "unified+weight_grad+grad_reduce+sharded": _UNIFIED + _GREEDY + _CHUNKED + _SHARDED,
     "vanilla+flat": _FLAT,
     "expert_pipeline+flat": _PIPELINE + _FLAT,
     "unified+flat": _UNIFIED + _FLAT,
 }
+_ONLY_IF_NAMED = ("flat", "sharded")
 _WITHOUT_COMMUNICATION = ("vanilla", "unified")  # the second shows the cost of splitting the batch
 _PROBE_RATE = 400e6  # bit/s at which `--rate auto` measures communication first
 
@@ -93,8 +101,11 @@ def measure(arguments: argparse.Namespace, configs: dict[str, Config]) -> None:
         profile = profiled(harness, configs["vanilla"], parts=[2])
         write_times(times, profile.tasks, profile.rest_s)
         task_times = json.loads(times.read_text(encoding="utf-8"))
-        programs = {name: harness.compiled(_timed(config, times, rate)) for name, config in configs.items()}
-    steps = {name: harness.step_of(program) for name, program in programs.items()} | steps
+        # a state for whole parameters, and one for shards
+        harnesses = {config.optimizer.zero: Harness(config) for config in configs.values()} | {0: harness}
+        owner = {name: harnesses[config.optimizer.zero] for name, config in configs.items()}
+        programs = {name: owner[name].compiled(_timed(config, times, rate)) for name, config in configs.items()}
+    steps = {name: owner[name].step_of(program) for name, program in programs.items()} | steps
     print_once("compiled")
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for round_index in range(arguments.rounds + 1):
@@ -115,7 +126,7 @@ def _timed(config: Config, times: Path, rate: float) -> Config:
 
 def chosen(names: str | None) -> dict[str, list[str]]:
     """Return the variants to run, which always include vanilla. Raises ConfigError."""
-    wanted = {"vanilla", *names.split(",")} if names else {name for name in VARIANTS if "flat" not in name}
+    wanted = {"vanilla", *names.split(",")} if names else {name for name in VARIANTS if not name.endswith(_ONLY_IF_NAMED)}
     if unknown := sorted(wanted - set(VARIANTS)):
         raise ConfigError(f"--variants={unknown[0]} is unknown: choose of {', '.join(VARIANTS)}")
     return {name: settings for name, settings in VARIANTS.items() if name in wanted}
@@ -131,7 +142,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="of a variant in a round (default 2)")
     parser.add_argument("--rounds", type=int, default=10, help="default 10")
     parser.add_argument(
-        "--variants", metavar="NAME,…", help=f"in addition to vanilla, of {', '.join(VARIANTS)} (default all but flat)"
+        "--variants", metavar="NAME,…", help=f"in addition to vanilla, of {', '.join(VARIANTS)} (default: all but flat and sharded)"
     )
     parser.add_argument("--name", default="cluster_in_a_box", help="of the files in results/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings for all variants")

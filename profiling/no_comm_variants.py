@@ -78,7 +78,10 @@ class Collective(NamedTuple):
 
 
 def collectives_of(jaxpr: Jaxpr | ClosedJaxpr) -> list[Collective]:
-    """Return the collectives of a traced program in program order, those of a scan's body once for every iteration."""
+    """Return the collectives of a traced program in program order, those of a scan's body once for every iteration.
+
+    Those in the background that send on the result of another one are left out.
+    """
     if isinstance(jaxpr, ClosedJaxpr):
         jaxpr = jaxpr.jaxpr
     found: list[Collective] = []
@@ -95,7 +98,8 @@ def collectives_of(jaxpr: Jaxpr | ClosedJaxpr) -> list[Collective]:
 
 
 def _starts_in_background(equation: Any) -> bool:
-    return equation.primitive is host_call_p and len(equation.invars) == 2  # device and operand
+    # the operands are the device and an array; a number alone is the handle of an earlier collective
+    return equation.primitive is host_call_p and len(equation.invars) == 2 and bool(equation.invars[1].aval.shape)
 
 
 def _shape_and_dtype(aval: Any) -> tuple[Any, Any]:

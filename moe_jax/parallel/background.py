@@ -31,13 +31,14 @@ from moe_jax.parallel.p2p_transport import MessageTag, P2PTransport
 from moe_jax.parallel.trace_names import FINISH_SCOPE, START_SCOPE, STARTED
 from moe_jax.schedule.link_order import Priority
 
-Kind = Literal["exchange", "gather_rows", "scatter_rows", "to_next", "to_previous", "sum", "scatter"]
+Kind = Literal["exchange", "gather_rows", "scatter_rows", "to_next", "to_previous", "gather", "sum", "scatter"]
 _TRAFFIC: dict[Kind, Priority] = {
     "exchange": Priority.EXPERT,
     "gather_rows": Priority.EXPERT,
     "scatter_rows": Priority.EXPERT,
     "to_next": Priority.PIPELINE,
     "to_previous": Priority.PIPELINE,
+    "gather": Priority.PARAMETERS,
     "sum": Priority.DATA,
     "scatter": Priority.DATA,
 }
@@ -172,7 +173,7 @@ class Engine:
                 return self._exchange(member, x)
             case "sum":
                 return self._sum(member, x)
-            case "gather_rows":
+            case "gather" | "gather_rows":
                 return self._gather(member, x)
             case "scatter" | "scatter_rows":
                 return self._scatter(member, x)

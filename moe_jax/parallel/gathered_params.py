@@ -122,8 +122,14 @@ def gather_flat(
     gathers: Sequence[ParamGather], flat_n: Num[Array, " n"], shapes: Sequence[tuple[int, ...]]
 ) -> list[jax.Array]:
     """Return whole arrays, from this device's `flat_shards` of them. `shapes` are those of the shards."""
-    axes, platform = gathers[0].shard_spec.axes, gathers[0].platform
-    rank_Pn = ShardSpec(0, axes).all_gather(flat_n, platform).reshape(ranks_of(axes), -1)
+    return from_flat(gathers, ShardSpec(0, gathers[0].shard_spec.axes).all_gather(flat_n, gathers[0].platform), shapes)
+
+
+def from_flat(
+    gathers: Sequence[ParamGather], rank_n: Num[Array, " n"], shapes: Sequence[tuple[int, ...]]
+) -> list[jax.Array]:
+    """Return whole arrays, from the `flat_shards` of all ranks, one after another."""
+    rank_Pn = rank_n.reshape(ranks_of(gathers[0].shard_spec.axes), -1)
     ends = list(itertools.accumulate(map(math.prod, shapes)))
     parts = jnp.split(rank_Pn, ends[:-1], axis=1)
     return [own.shard_spec.from_ranks(part, shape) for own, part, shape in zip(gathers, parts, shapes, strict=True)]

@@ -98,6 +98,7 @@ class Tasks:
 
     def forward(self, action: Action) -> None:
         """Run an F (forward) task."""
+        self._params_arrive(action)
         runs = {"embed": self._embed, "attend": self._attend, "head": self._head, "expert": self._experts}
         runs.get(action.op, partial(self.transfers.send, self.flow, order=self.order))(action)
 
@@ -219,6 +220,7 @@ class Tasks:
 
     def backward(self, action: Action) -> None:
         """Run a B (backward) task."""
+        self._params_arrive(action)
         runs = {"embed": self._embed_back, "attend": self._attend_back, "head": self._head_back}
         runs["expert"] = self._experts_back
         runs.get(action.op, partial(self.transfers.send, self.dflow, order=self.order))(action)
@@ -333,8 +335,16 @@ class Tasks:
         """Run a P task."""
         assert self.gathering is not None, "devices have shards of parameters"
         self.gathering.run(action, self.order)
+
+    def _params_arrive(self, action: Action) -> None:
+        """Wait for the weights of an F or B task that are being gathered. In a scan they are another iteration's."""
+        if self.gathering is None or self.gathering.whole is not self.blocks:
+            return
         if action.op in ("embed", "head"):
-            self.ends |= self.gathering.whole.pop(action.op)
+            self.gathering.arrive(action.op)
+            self.ends |= self.gathering.whole.pop(action.op, {})
+        else:
+            self.gathering.arrive(action.block, of_experts=[action.op == "expert"])
 
 
 def _look_up(

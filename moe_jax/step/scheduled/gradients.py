@@ -135,7 +135,7 @@ def _gathering(params: Params, context: StepContext, whole: dict[Any, Tree]) -> 
     blocks = range(model.num_blocks)
     gathers = {block: owned(context.gathers, model, block + 1, lambda own, _: own.unstacked()) for block in blocks}
     shards = {block: owned(params, model, block + 1, _slice) for block in blocks}
-    return ParamGathering(ends(context.gathers) | gathers, ends(params) | shards, whole)
+    return ParamGathering(ends(context.gathers) | gathers, ends(params) | shards, whole, context.config)
 
 
 def _stored(params: Params, model: ModelConfig, block: int) -> Stored:

@@ -101,19 +101,25 @@ class LayerScan:
         named = max(shift, 0) * self.scan_blocks.size
         place = {block: self.layout.place(0, block)[1] for block in self._blocks}
         gathers = {block + named: self.gathers[place[block]] for block in self._blocks}
-        return ParamGathering(gathers, consts.shards, {})
+        return ParamGathering(gathers, consts.shards, {}, self.tasks.dims.config)
 
     def _gathered(self, tasks: Tasks, shift: int) -> Whole | None:
         """Return the weights that an iteration has gathered, by the numbers that their own iteration uses."""
         if tasks.gathering is None:
             return None
-        return {block: tasks.gathering.whole[block + max(shift, 0) * self.scan_blocks.size] for block in self._blocks}
+        named = max(shift, 0) * self.scan_blocks.size
+        for block in self._blocks:
+            tasks.gathering.arrive(block + named)
+        return {block: tasks.gathering.whole[block + named] for block in self._blocks}
 
     def _whole(self, iteration: int) -> Whole | None:
         """Return the weights of an iteration that were gathered outside of the scans."""
-        if self.gathers is None:
+        if self.tasks.gathering is None:
             return None
-        return {block: self.tasks.blocks[block + iteration * self.scan_blocks.size] for block in self._blocks}
+        numbers = {block: block + iteration * self.scan_blocks.size for block in self._blocks}
+        for number in numbers.values():
+            self.tasks.gathering.arrive(number)
+        return {block: self.tasks.blocks[number] for block, number in numbers.items()}
 
     def forward(self) -> None:
         """Run the forward scan."""

@@ -1,12 +1,17 @@
 """Gather parameters that devices have shards of, task by task (`optimizer.zero=3`)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 
-from moe_jax.parallel.gathered_params import ParamGather, flat_shards, gather_flat, gathered_together
+from moe_jax.config import Config
+from moe_jax.config.registry import REDUCTION_FACTS
+from moe_jax.parallel import background
+from moe_jax.parallel.gathered_params import ParamGather, flat_shards, from_flat, gather_flat, gathered_together
 from moe_jax.parallel.trees import Tree
+from moe_jax.parallel.zero import ranks_of
 from moe_jax.schedule.actions import Action
 from moe_jax.step.scheduled.issue_order import IssueOrder
 from moe_jax.step.scheduled.scan_residuals import ScanBody
@@ -40,40 +45,88 @@ def differentiate_regathered(
     return result, Regathered(body, stacked)
 
 
-class ParamGathering:
-    """Gathers weights of blocks, and of the embedding and the head, and puts them into `whole`."""
+Arrive = Callable[[], list[jax.Array]]
 
-    def __init__(self, gathers: Mapping[Any, Tree], shards: Mapping[Any, Tree], whole: dict[Any, Tree]):
+
+class ParamGathering:
+    """Gathers weights of blocks, and of the embedding and the head, and puts them into `whole`.
+
+    Where sums of gradients run in the background of a CPU cluster, so do gathers: a task starts them, and `arrive`
+    waits for them.
+    """
+
+    def __init__(
+        self, gathers: Mapping[Any, Tree], shards: Mapping[Any, Tree], whole: dict[Any, Tree], config: Config
+    ):
         """`gathers` and `shards` have a `ParamGather` and this device's shard of each parameter, by owner."""
         self._gathers, self._shards, self.whole = gathers, shards, whole
+        in_background = REDUCTION_FACTS.of(config.exchange.reduction).in_background
+        self._started = _started_in_background if in_background else _gathered
+        self._in_flight: dict[tuple[Owner, bool], Callable[[], Tree]] = {}  # by owner, and whether it has its experts
 
     def run(self, action: Action, order: IssueOrder) -> None:
         """Run a P task, in the order of the schedule's collectives."""
         owner: Owner = action.op if action.op in ("embed", "head") else action.block
-        gathers, shards = self._gathers[owner], self._shards[owner]
-        if action.op != "expert":
-            gathered = _gathered(but_experts(gathers), but_experts(shards), order)
+        of_experts = action.op == "expert"
+        gathers, shards = (
+            tree["moe"]["experts"] if of_experts else but_experts(tree)
+            for tree in (self._gathers[owner], self._shards[owner])
+        )
+        self._in_flight[owner, of_experts] = _start(gathers, shards, partial(self._started, order=order))
+
+    def arrive(self, owner: Owner, *, of_experts: Iterable[bool] = (False, True)) -> None:
+        """Put the weights of an owner, or only its experts or all others, into `whole` if their gather has started."""
+        for experts in of_experts:
+            arrived = self._in_flight.pop((owner, experts), None)
+            if arrived is not None:
+                self._put(owner, experts, arrived())
+
+    def _put(self, owner: Owner, experts: bool, gathered: Tree) -> None:
+        if not experts:
             self.whole[owner] = _joined(gathered, self.whole.get(owner))
             return
-        experts = _gathered(gathers["moe"]["experts"], shards["moe"]["experts"], order)
         block = self.whole.get(owner, {"moe": {}})
-        self.whole[owner] = block | {"moe": block["moe"] | {"experts": experts}}
+        self.whole[owner] = block | {"moe": block["moe"] | {"experts": gathered}}
 
 
-def _gathered(gathers: Tree, shards: Tree, order: IssueOrder) -> Tree:
-    """Return whole arrays. Their gathers follow each other."""
+def _start(gathers: Tree, shards: Tree, started: Callable[..., Arrive]) -> Callable[[], Tree]:
+    """Start the gathers of a tree's arrays, one after another. Returns the function that waits for all of them."""
     leaves, structure = jax.tree.flatten(shards)
     of_leaves: list[ParamGather] = jax.tree.leaves(gathers)
-    for numbers in gathered_together(of_leaves, leaves):
-        own, parts = [of_leaves[number] for number in numbers], [leaves[number] for number in numbers]
-        if len(numbers) == 1:
-            whole = [own[0].gather(order.after_comm(parts[0]))]
-        else:
-            whole = gather_flat(own, order.after_comm(flat_shards(own, parts)), [part.shape for part in parts])
-        order.record_comm(whole[0])
-        for number, array in zip(numbers, whole, strict=True):
-            leaves[number] = array
-    return jax.tree.unflatten(structure, leaves)
+    together = gathered_together(of_leaves, leaves)
+    arrivals = [
+        started([of_leaves[number] for number in numbers], [leaves[number] for number in numbers])
+        for numbers in together
+    ]
+
+    def arrived() -> Tree:
+        for numbers, arrive in zip(together, arrivals, strict=True):
+            for number, array in zip(numbers, arrive(), strict=True):
+                leaves[number] = array
+        return jax.tree.unflatten(structure, leaves)
+
+    return arrived
+
+
+def _gathered(gathers: Sequence[ParamGather], shards: Sequence[jax.Array], order: IssueOrder) -> Arrive:
+    if len(gathers) == 1:
+        whole = [gathers[0].gather(order.after_comm(shards[0]))]
+    else:
+        flat_n = order.after_comm(flat_shards(gathers, shards))
+        whole = gather_flat(gathers, flat_n, [shard.shape for shard in shards])
+    order.record_comm(whole[0])
+    return lambda: whole
+
+
+def _started_in_background(
+    gathers: Sequence[ParamGather], shards: Sequence[jax.Array], order: IssueOrder
+) -> Arrive:
+    axes, shapes = gathers[0].shard_spec.axes, [shard.shape for shard in shards]
+    flat_n = flat_shards(gathers, shards)
+    handle = background.start(order.after_comm(flat_n, only_starts=True), "gather", axes)
+    order.record_comm(handle, only_starts=True)
+    result = jax.ShapeDtypeStruct((ranks_of(axes) * flat_n.size,), flat_n.dtype)
+    return lambda: from_flat(gathers, background.finish(order.after_compute(handle), result), shapes)
 
 
 def but_experts(tree: Tree) -> Tree:
