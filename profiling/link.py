@@ -29,6 +29,7 @@ _IN_A_ROW = 5  # collectives that one program starts
 _ARRIVED_S = 0.02  # seconds to wait between start and finish, longer than an exchange takes
 _SLOWED = 5  # compute steps that run concurrently with transfers
 _LONGER = 2  # factor by which the transfers take longer than compute alone
+_UNTHROTTLED = 10e9  # bits per second
 Wait = Callable[[], None]
 
 
@@ -39,6 +40,7 @@ class Link:
         self._tensor = harness.config.mesh.sizes["tensor"]
         self._axes = (Axis.DATA, Axis.EXPERT)
         self._on_mesh = functools.partial(jax.shard_map, mesh=harness.mesh, out_specs=REPLICATED, check_vma=False)
+        box.set_data_rate(_UNTHROTTLED)
         self._start_times, self._finish_times = self._handling()
 
     def times(self, rate: float, profile: Profile) -> LinkTimes:
@@ -103,29 +105,34 @@ class Link:
     def _handling(self) -> list[tuple[float, float]]:
         """Measure the compute that starting and finishing takes, on an unthrottled link.
 
-        Several exchanges in a row are compared with one.
+        Half of what threads of the process compute for each collective, whatever its size, counts as starting, and half
+        as finishing. What they compute for each byte is in the slowdown of concurrent compute.
         """
         times = [self._handled_s(size) for size in _SIZES]
-        lines = (fit_linear(_SIZES, own).line for own in zip(*times, strict=True))
-        return [(same(line.alpha_s), same(line.beta_s)) for line in lines]
+        start, finish, threads = (fit_linear(_SIZES, own).line for own in zip(*times, strict=True))
+        return [(same(line.alpha_s + threads.alpha_s / 2), same(line.beta_s)) for line in (start, finish)]
 
-    def _handled_s(self, num_bytes: int) -> tuple[float, float]:
+    def _handled_s(self, num_bytes: int) -> tuple[float, ...]:
+        """Return seconds of starting one exchange, of finishing it, and of the threads in between.
+
+        Several exchanges in a row are compared with one.
+        """
         found = []
         for count in (1, _IN_A_ROW):
-            started, finished = [], []
+            started, finished, threads = [], [], []
             for _ in range(_REPEATS + 1):
                 multihost_utils.sync_global_devices("start")
-                begin = time.perf_counter()
+                begin, computed_s = time.perf_counter(), time.process_time()
                 finish = self._start(num_bytes, count)
                 started.append(time.perf_counter() - begin)
-                multihost_utils.sync_global_devices("finish")
                 time.sleep(count * _ARRIVED_S)
                 begin = time.perf_counter()
                 finish()
                 finished.append(time.perf_counter() - begin)
-            found.append([statistics.median(times[1:]) for times in (started, finished)])
-        start_s, finish_s = ((many - one) / (_IN_A_ROW - 1) for one, many in zip(*found, strict=True))
-        return max(start_s, 1e-6), max(finish_s, 1e-6)
+                threads.append(time.process_time() - computed_s - started[-1] - finished[-1])
+            found.append([statistics.median(times[1:]) for times in (started, finished, threads)])
+        each_s = ((many - one) / (_IN_A_ROW - 1) for one, many in zip(*found, strict=True))
+        return tuple(max(seconds, 1e-6) for seconds in each_s)
 
     def _start(self, num_bytes: int, count: int = 1) -> Wait:
         """Start exchanges of this many bytes, including each process's own half; return a function that waits."""

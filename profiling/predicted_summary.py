@@ -62,10 +62,10 @@ def _row(row: Row) -> Row:
 
 def table(result: dict[str, Any]) -> str:
     """Format the summary as text."""
-    lines = [f"{'model':18} {'mesh':7} {'way':30} {'Mbit/s':>6} {'predicted':>10} {'measured':>9} {'error':>7}"]
+    lines = [f"{'model':18} {'mesh':17} {'way':30} {'Mbit/s':>6} {'predicted':>10} {'measured':>9} {'error':>7}"]
     for row in result["rows"]:
         lines.append(
-            f"{row['model']:18} {row['mesh']:7} {row['way']:30} {row['rate_mbit']:6.0f} {row['predicted_s']:9.3f}s "
+            f"{row['model']:18} {row['mesh']:17} {row['way']:30} {row['rate_mbit']:6.0f} {row['predicted_s']:9.3f}s "
             f"{row['measured_s']:8.3f}s {row['error']:+7.1%}"
         )
     for name, case in result["cases"].items():
@@ -85,7 +85,7 @@ def write_picture(result: dict[str, Any], path: Path) -> Path:
     figure, axes = plt.subplots(figsize=(6, 6))
     rows = result["rows"]
     for number, model in enumerate(dict.fromkeys(row["model"] for row in rows)):
-        for mesh, marker in (("expert", "o"), ("data", "s")):
+        for mesh, marker in zip(dict.fromkeys(row["mesh"] for row in rows), "os", strict=False):
             own = [row for row in rows if (row["model"], row["mesh"]) == (model, mesh)]
             axes.scatter(
                 [row["measured_s"] for row in own],
