@@ -91,7 +91,9 @@ def traced(step: Step, program: Compiled) -> list[TracedOperation]:
 
 
 class Profile(NamedTuple):
-    """Seconds of tasks without communication. They are those of the slowest process, since the others wait for it."""
+    """Seconds of tasks without communication. They are those of the slowest process, since the others wait for it; or
+    of the mean one, if collectives inside of tasks keep processes together.
+    """
 
     tasks: Seconds
     rest_s: float  # outside of tasks
@@ -121,7 +123,9 @@ def profiled(harness: Harness, config: Config, parts: Sequence[int], keep: Axis 
     shared = {}
     for count, step_s in {count: statistics.median(times[count] for times in clock) for count in steps}.items():
         own = np.median(runs[count], axis=0)
-        shared[count] = np.max(multihost_utils.process_allgather(np.float32(own * step_s / own.sum())), axis=0)
+        each = multihost_utils.process_allgather(np.float32(own * step_s / own.sum()))
+        # processes that wait for each other inside of tasks take equally long together, each with its own waits
+        shared[count] = np.max(each, axis=0) if keep is None else np.mean(each, axis=0)
         for op, times in zip(OPS, shared[count].tolist(), strict=False):
             if any(times):
                 found[op][count] = dict(zip("FBW", times, strict=True))

@@ -126,7 +126,9 @@ def _timed(config: Config, times: Path, rate: float) -> Config:
 
 def chosen(names: str | None) -> dict[str, list[str]]:
     """Return the variants to run, which always include vanilla. Raises ConfigError."""
-    wanted = {"vanilla", *names.split(",")} if names else {name for name in VARIANTS if not name.endswith(_ONLY_IF_NAMED)}
+    wanted = (
+        {"vanilla", *names.split(",")} if names else {name for name in VARIANTS if not name.endswith(_ONLY_IF_NAMED)}
+    )
     if unknown := sorted(wanted - set(VARIANTS)):
         raise ConfigError(f"--variants={unknown[0]} is unknown: choose of {', '.join(VARIANTS)}")
     return {name: settings for name, settings in VARIANTS.items() if name in wanted}
@@ -142,7 +144,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="of a variant in a round (default 2)")
     parser.add_argument("--rounds", type=int, default=10, help="default 10")
     parser.add_argument(
-        "--variants", metavar="NAME,…", help=f"in addition to vanilla, of {', '.join(VARIANTS)} (default: all but flat and sharded)"
+        "--variants",
+        metavar="NAME,…",
+        help=f"in addition to vanilla, of {', '.join(VARIANTS)} (default: all but flat and sharded)",
     )
     parser.add_argument("--name", default="cluster_in_a_box", help="of the files in results/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings for all variants")

@@ -49,14 +49,17 @@ class Link:
         device = jax.process_index()
         other, neighbour = (device + self._tensor) % (2 * self._tensor), device ^ 1
         line = self._line("exchange", other, profile)
-        in_node = self._line("gather_rows", neighbour, profile) if self._tensor > 1 else None
+        in_node = None
+        if self._tensor > 1:
+            gathers = self._line("gather_rows", neighbour, profile)
+            in_node = gathers.alpha_s, 1 / gathers.beta_s
         return LinkTimes(
             alpha_s=line.alpha_s,
             bytes_per_s=1 / line.beta_s,
             slowdown=same(self._slowdown(profile, line)),
             start=self._start_times,
             finish=self._finish_times,
-            in_node=in_node and (in_node.alpha_s, 1 / in_node.beta_s),
+            in_node=in_node,
         )
 
     def _line(self, kind: background.Kind, other: int, profile: Profile) -> Linear:

@@ -2,9 +2,10 @@
 
 Trains a small model for 20 steps on each mesh on which tests compare a step with the reference, on simulated CPU
 devices: `python -m moe_jax.train` with `optimizer.zero=0`, and with `optimizer.zero=3`. Seed and data are the same, so
-losses differ only by the order of sums. Takes most of an hour of one core. Writes results/sharded_losses.json, and prints the
-table of docs/fully_sharded.md; `--table` only prints it. Exit code 1 if a loss in float32 differs by more than a ten
-thousandth. tests/test_sharded_losses.py compares the page with the results, and the meshes with those of the tests.
+losses differ only by the order of sums. Takes most of an hour of one core. Writes results/sharded_losses.json, and
+prints the table of docs/fully_sharded.md; `--table` only prints it. Exit code 1 if a loss in float32 differs by more
+than a ten thousandth. tests/test_sharded_losses.py compares the page with the results, and the meshes with those of the
+tests.
 """
 
 import json

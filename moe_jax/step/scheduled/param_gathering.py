@@ -55,9 +55,7 @@ class ParamGathering:
     waits for them.
     """
 
-    def __init__(
-        self, gathers: Mapping[Any, Tree], shards: Mapping[Any, Tree], whole: dict[Any, Tree], config: Config
-    ):
+    def __init__(self, gathers: Mapping[Any, Tree], shards: Mapping[Any, Tree], whole: dict[Any, Tree], config: Config):
         """`gathers` and `shards` have a `ParamGather` and this device's shard of each parameter, by owner."""
         self._gathers, self._shards, self.whole = gathers, shards, whole
         in_background = REDUCTION_FACTS.of(config.exchange.reduction).in_background
@@ -118,9 +116,7 @@ def _gathered(gathers: Sequence[ParamGather], shards: Sequence[jax.Array], order
     return lambda: whole
 
 
-def _started_in_background(
-    gathers: Sequence[ParamGather], shards: Sequence[jax.Array], order: IssueOrder
-) -> Arrive:
+def _started_in_background(gathers: Sequence[ParamGather], shards: Sequence[jax.Array], order: IssueOrder) -> Arrive:
     axes, shapes = gathers[0].shard_spec.axes, [shard.shape for shard in shards]
     flat_n = flat_shards(gathers, shards)
     handle = background.start(order.after_comm(flat_n, only_starts=True), "gather", axes)
