@@ -152,6 +152,15 @@ PLANNED = [
         "plan --model '' --cluster h100x8",
         "--model '' names no config: name a YAML file, e.g. configs/models/mixtral_8x7b.yaml",
     ),
+    *(
+        (
+            f"plan: a config without a model: {name}",
+            f"plan --model {name} --cluster h100x8 train.batch_size=8",
+            f"--model {name} sets nothing of the model: name a config with a model section, e.g. "
+            "configs/models/mixtral_8x7b.yaml",
+        )
+        for name in ("nothing.yaml", "only_steps.yaml")
+    ),
     (
         "plan: half a node",
         "plan --model tiny.yaml --cluster h100x12",
