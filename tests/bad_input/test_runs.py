@@ -256,6 +256,34 @@ def test_a_checkpoint_of_another_model_is_refused_and_stays(run: Path, assert_re
     )
 
 
+@pytest.mark.usefixtures("run")
+@pytest.mark.parametrize("config", ["copy", "copy/config.yaml"])
+def test_a_copy_of_a_run_does_not_train_in_the_original_unasked(config: str, assert_refused: Refusal) -> None:
+    shutil.copytree("run", "copy")
+    assert_refused(
+        f"train --config {config} train.steps=6",
+        "log.dir=run in copy/config.yaml is not the folder of this config, as in a run that was copied or moved: give "
+        "log.dir=copy to train here, or log.dir=run to train there",
+    )
+
+
+def test_a_copy_of_a_run_trains_in_its_own_folder(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(run, "copy")
+    original = tree(run)
+    monkeypatch.setattr(sys, "argv", "train --config copy train.steps=6 log.dir=copy".split())
+    run_command(COMMANDS["train"])
+    assert (Path("copy") / "checkpoints" / "6").is_dir()
+    assert tree(run) == original
+
+
+@pytest.mark.parametrize("config", ["run/config.yaml", "link"])
+def test_a_run_resumes_from_its_own_folder(config: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("link").symlink_to(run)
+    monkeypatch.setattr(sys, "argv", f"train --config {config} train.steps=6".split())
+    run_command(COMMANDS["train"])
+    assert (run / "checkpoints" / "6").is_dir()
+
+
 LOST_CONFIG = [
     (
         "missing",
