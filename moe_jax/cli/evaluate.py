@@ -173,7 +173,7 @@ def _evaluate(
         if texts:
             on_texts = evaluate_texts(checkpoint, texts, count)
         else:
-            on_texts = evaluate_validation(checkpoint, count or config.train.eval_batches)
+            on_texts = evaluate_validation(checkpoint, run, count or config.train.eval_batches)
     if manager is not None:
         check_same_run(config, run, ignore_data_order=True)
         tokenizer = tokenizer_of_run(config, run)

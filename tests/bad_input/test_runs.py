@@ -233,6 +233,17 @@ def test_a_checkpoint_without_a_checksum_of_its_text_resumes_with_a_warning(
     )
 
 
+def test_a_checkpoint_without_a_checksum_of_its_text_is_evaluated_with_a_warning(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    change_record(run, dataclasses.replace(read_record(DiskStorage(run), 4), text=None, run=None))
+    monkeypatch.setattr(sys, "argv", ["evaluate", "run"])
+    run_command(COMMANDS["evaluate"])
+    output = capfd.readouterr()
+    assert output.err.startswith("warning: the checkpoint of step 4 in log.dir=run has no checksum of its data")
+    assert "run, step 4: parameters\n" in output.out
+
+
 def test_a_run_keeps_its_number_and_another_one_in_its_place_gets_a_new_one(run: Path, folder: Path) -> None:
     number = read_record(DiskStorage(run), 4).run
     assert number == json.loads((run / "provenance.json").read_text())["run"]
