@@ -296,12 +296,13 @@ def test_a_real_process_prints_the_same(arguments: list[str], message: str, fold
 
 
 @pytest.mark.parametrize(
-    ("options", "place"), [([], "standard output"), (["-u"], "a file or standard output")], ids=["buffered", "plain"]
+    ("unbuffered", "place"), [("", "standard output"), ("1", "a file or standard output")], ids=["buffered", "plain"]
 )
-def test_output_on_a_full_disk_is_reported(options: list[str], place: str, folder: Path) -> None:
+def test_output_on_a_full_disk_is_reported(unbuffered: str, place: str, folder: Path) -> None:
     """In one line: Python would print two more for what it still has to write."""
-    line = [sys.executable, *options, str(ROOT / "scripts" / "prepare_text.py"), "--verify", "tokens"]
+    line = [sys.executable, str(ROOT / "scripts" / "prepare_text.py"), "--verify", "tokens"]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+        env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(line, env=env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
     message = f"error: {place}: No space left on device: free some space on that disk\n"
     assert (done.returncode, done.stderr) == (2, message)

@@ -281,7 +281,7 @@ def test_a_copy_of_a_run_does_not_train_in_the_original_unasked(config: str, ass
 def test_a_copy_of_a_run_trains_in_its_own_folder(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(run, "copy")
     original = tree(run)
-    monkeypatch.setattr(sys, "argv", "train --config copy train.steps=6 log.dir=copy".split())
+    monkeypatch.setattr(sys, "argv", ["train", "--config", "copy", "train.steps=6", "log.dir=copy"])
     run_command(COMMANDS["train"])
     assert (Path("copy") / "checkpoints" / "6").is_dir()
     assert tree(run) == original
