@@ -92,10 +92,21 @@ def run_command(main: Callable[[], None]) -> None:
         sys.exit(EXIT_UNREAD)
     except OSError as error:
         if error.errno in _FULL:
-            _exit_with(f"{error.filename or 'a file'}: {error.strerror}: free some space on that disk")
+            place = error.filename or ("standard output" if _output_is_full() else "a file or standard output")
+            _exit_with(f"{place}: {error.strerror}: free some space on that disk")
         if error.errno not in _BAD_NAME or error.filename is None:
             raise
         _exit_with(f"{os.fspath(error.filename)}: {error.strerror}: name another file or folder")
+
+
+def _output_is_full() -> bool:
+    """Whether standard output takes no more text. If so, the rest is dropped, which Python would write at its exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def is_full_disk(error: BaseException | None) -> bool:

@@ -15,7 +15,7 @@ _MEANINGS = {
     "W": "weight gradients",
     "P": "gathers of parameters",
     "G": "gradient sums",
-    "": "optimiser and other",
+    "": "optimizer and other",
 }
 _LANES = ("communication", "compute")
 

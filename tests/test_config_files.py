@@ -248,7 +248,10 @@ def test_an_override_is_read_as_what_the_setting_wants(override: str, value: obj
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.steps=1.5", "train.steps=1.5 must be a whole number, not a number"),
+        ("train.steps=1.5", "train.steps=1.5 must be a whole number"),
+        ("train.steps=.nan", "train.steps=nan must be a whole number"),
+        ("train.steps=-.inf", "train.steps=-inf must be a whole number"),
+        ("train.loss_chunk=.inf", "train.loss_chunk=inf must be a whole number or null"),
         ("train.steps=true", "train.steps=true must be a whole number, not true or false"),
         ("train.steps=[true, 1]", "train.steps=[true, 1] must be a whole number, not a list"),
         ("train.steps=null", "train.steps=null must be a whole number, not null"),
@@ -282,6 +285,13 @@ def test_an_override_is_read_as_what_the_setting_wants(override: str, value: obj
             "override 'model.moe=null': model.moe is a section, and null would leave it as it is: "
             "set model.moe.num_experts=0 for a model without experts",
         ),
+        ("train={steps: 3}", "override 'train={steps: 3}': train is a section: write train.steps=3"),
+        (
+            "model={hidden_size: 64, moe: {top_k: 1, gate: sigmoid}}",
+            "override 'model={hidden_size: 64, moe: {top_k: 1, gate: sigmoid}}': model is a section: write "
+            "model.hidden_size=64 model.moe.top_k=1 model.moe.gate=sigmoid",
+        ),
+        ("mesh={}", "override 'mesh={}': mesh is a section: write mesh.key=value"),
         ("=3", "override '=3' is not of the form section.key=value, e.g. train.steps=100"),
         (
             "train.steps={",
@@ -346,11 +356,11 @@ def test_what_resembles_no_setting_is_answered_with_all_there_are(name: str, has
 def test_overrides_win_over_the_file_and_later_ones_over_earlier(tmp_path: Path) -> None:
     file = tmp_path / "x.yaml"
     file.write_text("train: {steps: 5, seed: 3}\nmodel:\n")
-    config = load_config(file, ["train.steps=6", "model.moe.top_k=1", "train.steps=7", "log={dir: there, every: 2}"])
+    config = load_config(file, ["train.steps=6", "model.moe.top_k=1", "train.steps=7", "log.dir=there"])
     assert config == Config(
         model=ModelConfig(moe=MoEConfig(top_k=1)),
         train=TrainConfig(steps=7, seed=3),
-        log=LogConfig(dir="there", every=2),
+        log=LogConfig(dir="there"),
     )
 
 

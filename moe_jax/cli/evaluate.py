@@ -42,6 +42,7 @@ from moe_jax.run.harness import TaskResult, load_tasks, run_tasks
 from moe_jax.run.harness_model import HarnessModel
 from moe_jax.run.model_tokenizer import check_tokens_of_run, end_tokens, tokenizer_of_run
 from moe_jax.run.sampling_mesh import SamplingMesh
+from moe_jax.run.unread_settings import EVALUATION, unread_text
 
 _OF_TEXTS = ("text", "tokens", "nats per token", "perplexity", "bits per byte")
 _OF_TASKS = ("task", "metric", "value", "standard error")
@@ -75,6 +76,8 @@ def main() -> None:
         ):
             if len(rows) > 1:
                 print(_table(rows))
+        if text := unread_text(arguments.overrides, EVALUATION, "an evaluation"):
+            print(text)
         if problem:
             print(shown(f"the results are not added to the run's metrics: {problem}"))
         if arguments.json:
@@ -173,7 +176,7 @@ def _evaluate(
         if texts:
             on_texts = evaluate_texts(checkpoint, texts, count)
         else:
-            on_texts = evaluate_validation(checkpoint, count or config.train.eval_batches)
+            on_texts = evaluate_validation(checkpoint, run, count or config.train.eval_batches)
     if manager is not None:
         check_same_run(config, run, ignore_data_order=True)
         tokenizer = tokenizer_of_run(config, run)

@@ -27,6 +27,7 @@ from moe_jax.run.model_tokenizer import end_tokens, tokenizer_of_run
 from moe_jax.run.sample import printable
 from moe_jax.run.sampling_mesh import SamplingMesh, asked_mesh
 from moe_jax.run.text_generation import Prompt, TextGenerator, TextSettings, read_prompts
+from moe_jax.run.unread_settings import GENERATION, unread_text
 
 _MESH = "mesh."
 _VOCABULARY = 2**24  # tokens, the most of a config
@@ -46,6 +47,8 @@ def main() -> None:
     where = SamplingMesh.of(config, asked)
     if where.missing:
         print(f"on one device: {where.missing}", file=sys.stderr)
+    if text := unread_text(arguments.overrides, GENERATION, "generation"):
+        print(text, file=sys.stderr)
     _, params = where.load(arguments.run, arguments.ema)
     decoder = Decoder(where, params, settings.sampling)
     generator = TextGenerator(config, decoder, tokenizer, settings, template)

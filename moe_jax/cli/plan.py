@@ -83,6 +83,11 @@ def main() -> None:
         device = dataclasses.replace(cluster.device, dollars_per_hour=arguments.dollars_per_hour)
         cluster = dataclasses.replace(cluster, device=device)
     loaded = load_draft(arguments.model, arguments.overrides)
+    if not any(name.startswith("model.") for name in loaded.given):
+        raise ConfigError(
+            f"--model {arguments.model} sets nothing of the model: name a config with a model section, e.g. "
+            "configs/models/mixtral_8x7b.yaml"
+        )
     if arguments.load_factor is not None:
         loaded = with_load(loaded, _load(arguments.load_factor))
     if loaded.plan.cluster not in (None, arguments.cluster):

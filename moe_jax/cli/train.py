@@ -29,6 +29,7 @@ from moe_jax.report.plots import PlotError
 from moe_jax.run.describe import dry_run, table
 from moe_jax.run.loop import train
 from moe_jax.run.resolve_auto import resolve_auto
+from moe_jax.run.run_dir import check_is_not_a_copy
 from moe_jax.run.sample import write_sample
 from moe_jax.step.context import State
 from moe_jax.step.expert_placement import params_in_order
@@ -49,6 +50,7 @@ def main() -> None:
     processes.add_arguments(parser)
     arguments = parser.parse_intermixed_args()
     draft = load_draft(arguments.config, arguments.overrides)
+    check_is_not_a_copy(arguments.config, draft.log.dir, arguments.overrides)
     if not draft.open:
         draft.choose()  # raises ConfigError early if the config is invalid
     logging.getLogger("absl").setLevel(logging.ERROR)  # orbax and jax warn about intended behaviour

@@ -126,7 +126,19 @@ def _override(values: dict[str, Any], text: str) -> None:
     if found is None and name in _SECTIONS:
         dense = ": set model.moe.num_experts=0 for a model without experts" if name == "model.moe" else ""
         raise ConfigError(f"override {text!r}: {name} is a section, and null would leave it as it is{dense}")
+    if isinstance(found, Mapping) and name in _SECTIONS:  # it would reset the section's other settings
+        single = " ".join(_as_overrides(found, f"{name}.")) or f"{name}.key=value"
+        raise ConfigError(f"override {text!r}: {name} is a section: write {_short(single)}")
     values[key] = found
+
+
+def _as_overrides(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """Yield an override for each setting in nested plain values."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _as_overrides(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}={value if isinstance(value, str) else _as_written(value)}"
 
 
 def _arguments(section: type, values: Any, prefix: str, open_names: set[str]) -> dict[str, Any]:
@@ -209,7 +221,8 @@ def _value(name: str, value: Any, hint: Any) -> Any:
     if name in PLANNED and difflib.get_close_matches(str(value)[:_MOST_SHOWN], ["auto"]):
         cure = ": did you mean auto?"
     kinds = " or ".join(expected[o] for o in options)
-    raise ConfigError(f"{name}={_shown(value)} must be {kinds}, not {_kind(value)}{cure}")
+    other = "" if int in options and isinstance(value, float) else f", not {_kind(value)}"  # 0.5 and nan are numbers
+    raise ConfigError(f"{name}={_shown(value)} must be {kinds}{other}{cure}")
 
 
 def _item(name: str, values: Any, kind: Any) -> Any:

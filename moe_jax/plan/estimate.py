@@ -42,7 +42,7 @@ class Busy:
     compute: float
     exchange: float  # all-to-alls and the gathers over tensor ranks after them; sends between pipeline stages
     sums: float  # of gradients over devices
-    update: float  # by the optimiser
+    update: float  # by the optimizer
     exposed: float  # communication without concurrent computation
     idle: float = 0.0  # of the pipeline stage with most work
 
@@ -184,7 +184,7 @@ def _of(
     shape: StepShape,
     whole: dict[str, float],
 ) -> Estimate:
-    """Add the optimiser's update to the seconds of the whole step."""
+    """Add the optimizer's update to the seconds of the whole step."""
     update_s = step.measured.rest_s
     if update_s is None:
         update_s = update_seconds(config, cluster, step.collectives)
@@ -206,7 +206,7 @@ def _measured(config: Config) -> MeasuredTimes:
 
 
 def update_seconds(config: Config, cluster: Cluster, collectives: CollectiveCosts) -> float:
-    """Seconds of the optimiser. With ZeRO each device updates its own shard of parameters, and shards are gathered,
+    """Seconds of the optimizer. With ZeRO each device updates its own shard of parameters, and shards are gathered,
     for stage 3 before they are used.
 
     Moments are read and written. Muon's iterations count by their products, and by the exchanges of shards for whole

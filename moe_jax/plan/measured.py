@@ -3,7 +3,7 @@
     {"attend": {"1": {"forward_s": 0.21, "backward_s": 0.25, "weight_s": 0.17}, "2": {…}}, …, "rest_s": 0.03}
 
 Each entry has the seconds of all tasks of one op in a step, over all blocks and parts, by the number of parts. `rest_s`
-is the compute time of a step outside of tasks, mainly the optimiser's. Ops without an entry are estimated.
+is the compute time of a step outside of tasks, mainly the optimizer's. Ops without an entry are estimated.
 """
 
 import json

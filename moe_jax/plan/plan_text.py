@@ -59,7 +59,7 @@ def facts(plans: Plans) -> str:
     lines = [
         f"cluster     {plans.cluster.devices} × {device.name}, {' and '.join(_links(plans))}{_chips(plans)}",
         f"step        {seconds(found.step_s)} for {found.tokens:,} tokens: compute {seconds(busy.compute)}, exchanges "
-        f"{seconds(busy.exchange)}, sums of gradients {seconds(busy.sums)}, optimiser {seconds(busy.update)}; "
+        f"{seconds(busy.exchange)}, sums of gradients {seconds(busy.sums)}, optimizer {seconds(busy.update)}; "
         f"{seconds(busy.exposed)} of communication exposed"
         + (f", {seconds(busy.idle)} idle, waiting for other stages" if plans.config.mesh.pipeline > 1 else ""),
         f"traffic     leaves each device in a step: {_traffic(plans)}",
@@ -211,7 +211,7 @@ def _why_not(candidate: Candidate, best: Candidate) -> str:
     more = {
         "compute": own.compute - other.compute,
         "exposed communication": own.exposed - other.exposed,
-        "optimiser": own.update - other.update,
+        "optimizer": own.update - other.update,
         "idle, waiting for other stages": own.idle - other.idle,
     }
     name = max(more, key=lambda each: more[each])

@@ -1,6 +1,7 @@
 """Summary of a run as text, printed at its start, or by a dry run instead of it."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 
@@ -11,6 +12,7 @@ from moe_jax.config.layer_layout import Stages
 from moe_jax.convert.hf_config import FILE
 from moe_jax.convert.source import left_out
 from moe_jax.distributed.processes import OLDER_EMITTERS
+from moe_jax.errors import all_of
 from moe_jax.files.local_copy import local_path
 from moe_jax.measure.peak import matrix_flops_per_s
 from moe_jax.measure.trace import FOLDER
@@ -54,7 +56,7 @@ def describe(run: Run) -> dict[str, str]:
         | loop_text(config, run.trainer.mesh)
         | router_text(config)
         | shares_text(config, run.cluster)
-        | unused(config)
+        | unused(config, shape)
         | ({"pipeline": pipeline_text(table)} if table else {})
         | _tuning(run)
         | _trace(run)
@@ -164,8 +166,8 @@ def router_text(config: Config) -> dict[str, str]:
     }
 
 
-def unused(config: Config) -> dict[str, str]:
-    """Settings without effect in this run. They are valid, as other runs of the same config may use them."""
+def unused(config: Config, sizes: Mapping[str, int]) -> dict[str, str]:
+    """Settings without effect in this run, on a mesh of these sizes. They are valid, as other runs may use them."""
     notes, warmup, steps = [], config.optimizer.warmup_steps, config.train.steps
     if config.schedule.task_times and not config.step_facts.orders_tasks:
         notes.append("schedule.task_times, as schedule.policy=vanilla orders nothing")
@@ -175,6 +177,13 @@ def unused(config: Config) -> dict[str, str]:
         notes.append(
             f"the full optimizer.learning_rate, as optimizer.warmup_steps={warmup} is beyond train.steps={steps}"
         )
+    zero, axes = config.optimizer.zero, config.optimizer.sharding_axes
+    if zero and all(sizes[axis] == 1 for axis in axes):
+        notes.append(f"optimizer.zero={zero}, as the mesh has one rank along {all_of(axes)}")
+    fields = dataclasses.fields(config.migration)
+    given = tuple(f"migration.{each.name}" for each in fields if getattr(config.migration, each.name) != each.default)
+    if given and not config.migration.enabled:
+        notes.append(f"{all_of(given)}, as migration.enabled=false")
     late = [each.label for each in config.data.sources if any(step > steps for step, _ in each.weight_schedule)]
     if any(step > steps for step, _ in config.train.mtp_loss_schedule):
         notes.append(f"entries of train.mtp_loss_schedule after train.steps={steps}")

@@ -6,6 +6,7 @@ The texts are encoded with the tokenizer of the run. The results go to the run's
 import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -15,7 +16,9 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from moe_jax.checkpoint.compatibility import check_same_run
-from moe_jax.checkpoint.load import load_step
+from moe_jax.checkpoint.files import DamagedError
+from moe_jax.checkpoint.latest import agreed_record
+from moe_jax.checkpoint.load import damage_message, load_step
 from moe_jax.config import Config, DataConfig, MigrationConfig
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.validate import check_batch_split, check_expert_split
@@ -23,18 +26,19 @@ from moe_jax.config.yaml_io import load_config
 from moe_jax.data.evaluation import Batch, all_batches, spread_batches, text_bytes, text_samples
 from moe_jax.data.mixture import Mixture
 from moe_jax.data.samples import Samples
-from moe_jax.data.sources import open_tokens, source_tokenizer
+from moe_jax.data.sources import Tokens, open_tokens, source_tokenizer
 from moe_jax.data.token_marks import num_targets
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.data.tokens import BPE_FILE, find_data, is_text, read_meta
 from moe_jax.distributed.processes import is_main_process
-from moe_jax.errors import ConfigError, UserError
+from moe_jax.errors import CheckpointError, ConfigError, UserError
 from moe_jax.files.places import place_of
 from moe_jax.models.parameters import in_order, stored, stored_shapes
 from moe_jax.parallel.mesh import batch_shards, make_mesh
 from moe_jax.parallel.trees import Params
 from moe_jax.run.choose_exchange import with_fastest_exchange
 from moe_jax.run.choose_grouped_matmul import with_fastest_product
+from moe_jax.run.identity import check_text, identity_of
 from moe_jax.run.model_tokenizer import check_tokens_of_run, tokenizer_of_run
 from moe_jax.run.run_dir import lock_run_dir
 from moe_jax.run.validation import loss_metrics, mean
@@ -171,16 +175,17 @@ def _sharding(shape: Any) -> Any:
     return shape.sharding
 
 
-def evaluate_validation(checkpoint: Checkpoint, count: int | None) -> list[Result]:
+def evaluate_validation(checkpoint: Checkpoint, run: Path, count: int | None) -> list[Result]:
     """Return the loss on the validation text of the run's data, then that of each source of a mixture.
 
     `count` is the number of batches of each source, None for all of its text. With `train.eval_batches` on the run's
     own mesh, the program and the batches are those of validation during training, so its loss is the same. Raises
-    DataError.
+    DataError, and CheckpointError if the text is another one than in training.
     """
     config = checkpoint.config
     data, names = config.data, [source.label for source in config.data.sources]
     opened = open_tokens(data, config.model.vocab_size)
+    _check_validation(run, checkpoint.step, opened, data)
     samples = [Samples.of(tokens, "validation", data) for tokens in opened]
     texts = [
         Text(f"validation/{name}" if names else "validation", each, source_tokenizer(data, number))
@@ -192,6 +197,29 @@ def evaluate_validation(checkpoint: Checkpoint, count: int | None) -> list[Resul
     weights = Mixture.of(data, config.train.batch_size, config.train.seed).weights_at(max(checkpoint.step, 1))
     losses = loss_metrics([result.loss for result in results], weights, names)
     return [Result("validation", losses["validation_loss"], sum(each.tokens for each in results)), *results]
+
+
+def _check_validation(run: Path, step: int, sources: Sequence[Tokens], data: DataConfig) -> None:
+    """Raise CheckpointError unless the validation tokens are those of training; all processes call it.
+
+    Prints a warning if that is not known.
+    """
+    trained = len(load_config(run).data.mixture)
+    if len(sources) != trained:
+        raise CheckpointError(
+            f"data.sources names {len(sources)} texts, and run {run} was trained on {trained}: leave it out, or "
+            f"name other texts with {_OPTION}"
+        )
+    try:
+        record = agreed_record(run, step)
+    except DamagedError as error:  # since its parameters were read; or the run, which trains now, has deleted it
+        raise CheckpointError(f"{damage_message(run, step, str(error))}: name another step") from None
+    if record.text is None and step == 0:  # of an imported model
+        return
+    identity, cure = identity_of(run, step, sources), f"evaluate it with {_OPTION}"
+    warning = check_text(identity, record, run, data, splits=("validation",), cure=cure)
+    if warning and is_main_process():
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def evaluate_texts(checkpoint: Checkpoint, texts: Sequence[Text], count: int | None) -> list[Result]:

@@ -45,10 +45,18 @@ def identity_of(folder: Path, first_step: int, sources: Sequence[Tokens]) -> Ide
     return Identity(*from_process(0, found))
 
 
-def check_text(identity: Identity, record: Record, run: Path, data: DataConfig) -> str:
-    """Raise CheckpointError if a checkpoint was trained on other tokens. Returns a warning if that is not known.
+def check_text(
+    identity: Identity,
+    record: Record,
+    run: Path,
+    data: DataConfig,
+    splits: Sequence[str] = SPLITS,
+    cure: str = "use another log.dir",
+) -> str:
+    """Raise CheckpointError if a checkpoint has other tokens of these splits. Returns a warning if that is not known.
 
-    That both have equally many sources is checked before (checkpoint/compatibility.py).
+    That both have equally many sources is checked before (checkpoint/compatibility.py). `cure` is for users who want
+    the other tokens.
     """
     paths = [f"{name}={source.path}" for name, source in zip(data.path_names, data.mixture, strict=True)]
     if record.text is None:
@@ -57,13 +65,13 @@ def check_text(identity: Identity, record: Record, run: Path, data: DataConfig) 
             f"version: whether {', '.join(paths)} still has the tokens that it was trained on is not known"
         )
     for path, saved, own in zip(paths, _texts(record.text), _texts(identity.text), strict=True):
-        for split in SPLITS:
+        for split in splits:
             if saved.get(split) != own[split]:
                 what = "train" if split == "train" else "validate"
                 raise CheckpointError(
                     f"{path} has other tokens to {what} on than those of the checkpoint of step {record.step} in "
                     f"log.dir={run}: give it the text that the run began with (and its data.validation_fraction), or "
-                    "use another log.dir"
+                    f"{cure}"
                 )
     return ""
 

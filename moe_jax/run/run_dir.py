@@ -4,23 +4,41 @@ Nothing but the lock is written.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from moe_jax.checkpoint.compatibility import check_same_run
-from moe_jax.checkpoint.files import FOLDER
+from moe_jax.checkpoint.files import FOLDER, saved_run_id
 from moe_jax.checkpoint.latest import agreed_newest
 from moe_jax.config import Config
 from moe_jax.distributed.processes import from_process, is_main_process
 from moe_jax.errors import CheckpointError, ConfigError
 from moe_jax.files.local_copy import download_again, local_path, url_of
 from moe_jax.files.object_store import ObjectFolder, StoreError
+from moe_jax.files.places import place_of
 from moe_jax.files.upload import Uploads
 from moe_jax.paths import checkpoint_path_problem
 from moe_jax.run.bucket_lock import BucketLock
 from moe_jax.run.run_lock import FolderLock
 from moe_jax.telemetry.run_log import FILE_NAME, read_metrics
+
+
+def check_is_not_a_copy(config: str, log_dir: str, overrides: Sequence[str]) -> None:
+    """Raise ConfigError if a config is that in the folder of a run and names another folder, as in a copy of a run.
+
+    `log_dir` is what it names, if no override does.
+    """
+    path = local_path(config)
+    folder = path if path.is_dir() else path.parent if path.name == "config.yaml" else None
+    if folder is None or not saved_run_id(folder) or any(each.startswith("log.dir=") for each in overrides):
+        return
+    own = place_of(folder)
+    if own != log_dir and (url_of(folder) or os.path.realpath(own) != os.path.realpath(log_dir)):
+        raise ConfigError(
+            f"log.dir={log_dir} in {own}/config.yaml is not the folder of this config, as in a run that was copied or "
+            f"moved: give log.dir={own} to train here, or log.dir={log_dir} to train there"
+        )
 
 
 def resume_step(config: Config, folder: Path, damaged: dict[int, str]) -> int:

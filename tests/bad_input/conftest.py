@@ -56,6 +56,8 @@ log: {dir: run, sample_tokens: 0, tensorboard: false}
     "broken.yaml": "train: {steps: 4\n",
     "twice.yaml": "train:\n  steps: 4\n  seed: 1\n  steps: 5\n",
     "list.yaml": "- train\n",
+    "nothing.yaml": "",
+    "only_steps.yaml": "model:\ntrain: {steps: 4}\n",
     "binary.yaml": bytes(range(128, 256)),
     "file": "in the way",
     "folder.yaml/notes": "mine",

@@ -1,10 +1,13 @@
-"""Evaluations of a trained run that are refused."""
+"""Evaluations of a trained run that are refused, or that report what they do not read."""
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.bad_input.cases import Refusal, cases, remove
+from moe_jax.errors import run_command
+from tests.bad_input.cases import COMMANDS, Refusal, cases, remove
 
 REFUSED = [
     ("a step that was not saved", "--step 3", "run run has no checkpoint of step 3: name one of 2, 4"),
@@ -79,3 +82,55 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_reported(run: Path, assert_r
         "evaluate run --step 4",
         "checkpoint run/checkpoints/4 is damaged (record/metadata is missing): name another step",
     )
+
+
+OTHER_TEXT = (
+    "data.path={} has other tokens to validate on than those of the checkpoint of step 4 in log.dir=run: give it the "
+    "text that the run began with (and its data.validation_fraction), or evaluate it with --data"
+)
+
+
+@pytest.mark.usefixtures("run")
+@pytest.mark.parametrize(
+    ("words", "path"),
+    [
+        ("", "text.txt"),  # another one of this name
+        ("data.path=other.txt", "other.txt"),
+        ("data.validation_fraction=0.2", "text.txt"),
+    ],
+)
+def test_another_text_is_not_evaluated_as_the_run_s_own(
+    words: str, path: str, folder: Path, assert_refused: Refusal
+) -> None:
+    text = (folder / "text.txt").read_text()
+    if "fraction" not in words:
+        (folder / path).write_text(text.replace("fox", "cat"))
+    assert_refused(f"evaluate run {words}", OTHER_TEXT.format(path))
+
+
+@pytest.mark.usefixtures("run")
+def test_texts_of_another_number_are_not_evaluated_as_the_run_s_own(assert_refused: Refusal) -> None:
+    assert_refused(
+        "evaluate run data.path=null 'data.sources=[{path: text.txt, weight: 1}, {path: middle.txt, weight: 1}]'",
+        "data.sources names 2 texts, and run run was trained on 1: leave it out, or name other texts with --data",
+    )
+
+
+def test_the_same_validation_text_by_another_name_is_evaluated(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also if the text to train on is another one now. Settings that are not read are reported."""
+    text = Path("text.txt").read_text()
+    Path("other.txt").write_text(text.replace("fox", "cat", 1))
+    words = ["data.path=other.txt", "train.steps=99", "log.dir=nowhere"]
+    losses = []
+    for overrides in ([], words):
+        monkeypatch.setattr(sys, "argv", ["evaluate", "run", *overrides])
+        run_command(COMMANDS["evaluate"])
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        losses.append([record["evaluation/validation/loss"] for record in records if "evaluation_options" in record])
+        printed = capsys.readouterr().out
+        reported = "unused: train.steps, log.dir, as an evaluation does not read them\n"
+        assert printed.count(reported) == (overrides is words)
+    assert losses[1][-1] == losses[0][0]
+    assert not Path("nowhere").exists()

@@ -152,6 +152,15 @@ PLANNED = [
         "plan --model '' --cluster h100x8",
         "--model '' names no config: name a YAML file, e.g. configs/models/mixtral_8x7b.yaml",
     ),
+    *(
+        (
+            f"plan: a config without a model: {name}",
+            f"plan --model {name} --cluster h100x8 train.batch_size=8",
+            f"--model {name} sets nothing of the model: name a config with a model section, e.g. "
+            "configs/models/mixtral_8x7b.yaml",
+        )
+        for name in ("nothing.yaml", "only_steps.yaml")
+    ),
     (
         "plan: half a node",
         "plan --model tiny.yaml --cluster h100x12",
@@ -284,3 +293,16 @@ def test_a_real_process_prints_the_same(arguments: list[str], message: str, fold
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {message}\n")
     assert tree(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("unbuffered", "place"), [("", "standard output"), ("1", "a file or standard output")], ids=["buffered", "plain"]
+)
+def test_output_on_a_full_disk_is_reported(unbuffered: str, place: str, folder: Path) -> None:
+    """In one line: Python would print two more for what it still has to write."""
+    line = [sys.executable, str(ROOT / "scripts" / "prepare_text.py"), "--verify", "tokens"]
+    with open("/dev/full", "w") as full:
+        env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(line, env=env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    message = f"error: {place}: No space left on device: free some space on that disk\n"
+    assert (done.returncode, done.stderr) == (2, message)

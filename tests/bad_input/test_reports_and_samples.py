@@ -215,6 +215,16 @@ def test_a_run_is_sampled_though_its_text_has_moved(
     assert capsys.readouterr().out.startswith("Moved")
 
 
+def test_settings_that_a_sample_does_not_read_are_reported(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "generate --run run --tokens 1 train.steps=99 log.dir=nowhere mesh.expert=1"
+    monkeypatch.setattr(sys, "argv", line.split())
+    COMMANDS["generate"]()
+    assert "unused: train.steps, log.dir, as generation does not read them\n" in capsys.readouterr().err
+    assert not Path("nowhere").exists()
+
+
 def test_a_run_without_a_checkpoint_has_nothing_to_sample(run: Path, assert_refused: Refusal) -> None:
     remove("checkpoints")(run)
     assert_refused("generate --run run", "run run has no checkpoint: train it first, or name another run folder")

@@ -233,6 +233,17 @@ def test_a_checkpoint_without_a_checksum_of_its_text_resumes_with_a_warning(
     )
 
 
+def test_a_checkpoint_without_a_checksum_of_its_text_is_evaluated_with_a_warning(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    change_record(run, dataclasses.replace(read_record(DiskStorage(run), 4), text=None, run=None))
+    monkeypatch.setattr(sys, "argv", ["evaluate", "run"])
+    run_command(COMMANDS["evaluate"])
+    output = capfd.readouterr()
+    assert output.err.startswith("warning: the checkpoint of step 4 in log.dir=run has no checksum of its data")
+    assert "run, step 4: parameters\n" in output.out
+
+
 def test_a_run_keeps_its_number_and_another_one_in_its_place_gets_a_new_one(run: Path, folder: Path) -> None:
     number = read_record(DiskStorage(run), 4).run
     assert number == json.loads((run / "provenance.json").read_text())["run"]
@@ -254,6 +265,34 @@ def test_a_checkpoint_of_another_model_is_refused_and_stays(run: Path, assert_re
         "model.num_layers=1, but the checkpoints in log.dir=run have model.num_layers=2: "
         "use model.num_layers=2, or another log.dir",
     )
+
+
+@pytest.mark.usefixtures("run")
+@pytest.mark.parametrize("config", ["copy", "copy/config.yaml"])
+def test_a_copy_of_a_run_does_not_train_in_the_original_unasked(config: str, assert_refused: Refusal) -> None:
+    shutil.copytree("run", "copy")
+    assert_refused(
+        f"train --config {config} train.steps=6",
+        "log.dir=run in copy/config.yaml is not the folder of this config, as in a run that was copied or moved: give "
+        "log.dir=copy to train here, or log.dir=run to train there",
+    )
+
+
+def test_a_copy_of_a_run_trains_in_its_own_folder(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(run, "copy")
+    original = tree(run)
+    monkeypatch.setattr(sys, "argv", ["train", "--config", "copy", "train.steps=6", "log.dir=copy"])
+    run_command(COMMANDS["train"])
+    assert (Path("copy") / "checkpoints" / "6").is_dir()
+    assert tree(run) == original
+
+
+@pytest.mark.parametrize("config", ["run/config.yaml", "link"])
+def test_a_run_resumes_from_its_own_folder(config: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("link").symlink_to(run)
+    monkeypatch.setattr(sys, "argv", f"train --config {config} train.steps=6".split())
+    run_command(COMMANDS["train"])
+    assert (run / "checkpoints" / "6").is_dir()
 
 
 LOST_CONFIG = [

@@ -15,7 +15,7 @@ CONFIG = [
     ),
     ("no key", "train", "override 'train' is not of the form section.key=value, e.g. train.steps=100"),
     ("a wrong type", "train.steps=many", "train.steps='many' must be a whole number, not text"),
-    ("a fraction of a step", "train.steps=0.5", "train.steps=0.5 must be a whole number, not a number"),
+    ("a fraction of a step", "train.steps=0.5", "train.steps=0.5 must be a whole number"),
     (
         "no YAML",
         "'train.steps=]'",

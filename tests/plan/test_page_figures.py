@@ -22,8 +22,8 @@ MIXTRAL = f"--model configs/models/mixtral_8x7b.yaml {FOLDED}"
             "takes 82 ms for its update and gathers with all axes and 14 ms with `[expert]`; sums of gradients take 98 "
             "and 187 ms, and the optimizer's state 0.9 and 6.9 GB",
             {
-                OLMOE: ["gradients 97.9 ms", "optimiser 82.2 ms", "optimizer 864.9 MB", "unified 2,"],
-                f"{OLMOE} optimizer.zero_axes=[expert]": ["gradients 187 ms", "optimiser 14 ms", "optimizer 6.9 GB"],
+                OLMOE: ["gradients 97.9 ms", "optimizer 82.2 ms", "optimizer 864.9 MB", "unified 2,"],
+                f"{OLMOE} optimizer.zero_axes=[expert]": ["gradients 187 ms", "optimizer 14 ms", "optimizer 6.9 GB"],
             },
         ),
         (

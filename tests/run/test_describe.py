@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 
-from moe_jax.config import DataConfig, MambaConfig, MigrationConfig, OptimizerConfig, TrainConfig
+from moe_jax.config import DataConfig, MambaConfig, MeshConfig, MigrationConfig, OptimizerConfig, TrainConfig
 from moe_jax.config.attention_kernels import HOPPER
 from moe_jax.config.sections import DataSource
 from moe_jax.models.transformer import ComputeConfig
@@ -16,6 +16,8 @@ from moe_jax.run import describe
 from moe_jax.run.describe import attention_text, blocks_text, loop_text, pipeline_text, router_text, shares_text, unused
 from moe_jax.schedule.pipelines.build import make_table
 from tests.small import small_config
+
+ALONE = MeshConfig(data=1).sizes
 
 
 def test_a_pipeline_reports_what_is_kept_and_idle_and_hints_at_more_microbatches() -> None:
@@ -87,13 +89,26 @@ def test_a_loop_on_a_gpu_reports_what_unrolling_saves(monkeypatch: pytest.Monkey
 
 def test_settings_without_effect_are_reported() -> None:
     config = small_config(1, 1, schedule={"task_times": "times.json"})
-    assert unused(config) == {"unused": "schedule.task_times, as schedule.policy=vanilla orders nothing"}
+    assert unused(config, ALONE) == {"unused": "schedule.task_times, as schedule.policy=vanilla orders nothing"}
     short = dataclasses.replace(
         small_config(1, 1), train=TrainConfig(steps=20), optimizer=OptimizerConfig(warmup_steps=21)
     )
-    assert unused(short)["unused"].endswith("as optimizer.warmup_steps=21 is beyond train.steps=20")
+    assert unused(short, ALONE)["unused"].endswith("as optimizer.warmup_steps=21 is beyond train.steps=20")
     quick = dataclasses.replace(small_config(1, 1), train=TrainConfig(quick_compile=True))
-    assert unused(quick)["unused"] == "train.quick_compile, as it needs mesh.cpu_devices and jax below 0.11"
+    assert unused(quick, ALONE)["unused"] == "train.quick_compile, as it needs mesh.cpu_devices and jax below 0.11"
     late = DataConfig(path=None, sources=(DataSource(path="a", weight=1.0, weight_schedule=((100, 0.5),)),))
-    assert unused(dataclasses.replace(short, data=late))["unused"].endswith("(a) that change after train.steps=20")
-    assert unused(small_config(1, 1)) == {}
+    assert unused(dataclasses.replace(short, data=late), ALONE)["unused"].endswith(
+        "(a) that change after train.steps=20"
+    )
+    assert unused(small_config(1, 1), ALONE) == {}
+
+
+def test_sharding_over_one_rank_and_settings_of_no_migration_are_reported() -> None:
+    sharded = OptimizerConfig(zero=3, zero_axes=("data", "expert"))
+    config = dataclasses.replace(small_config(1, 1), optimizer=sharded)
+    assert unused(config, ALONE)["unused"] == "optimizer.zero=3, as the mesh has one rank along data and expert"
+    assert unused(config, ALONE | {"expert": 2}) == {}
+    still = dataclasses.replace(small_config(1, 1), migration=MigrationConfig(threshold=3.0, replicas=2))
+    assert unused(still, ALONE)["unused"] == "migration.threshold and migration.replicas, as migration.enabled=false"
+    moving = dataclasses.replace(small_config(1, 2, capacity_factor=None), migration=MigrationConfig(enabled=True))
+    assert unused(moving, ALONE | {"expert": 2}) == {}

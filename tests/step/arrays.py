@@ -1,7 +1,7 @@
 """Covering arrays of training steps: every two settings meet in some program, and each is what the reference computes.
 
 The programs are those that runs compile: the trainer's own step, from a state to the next. Its gradients are read off
-the optimiser's first moments (beta1 = 0), its new parameters are compared, too.
+the optimizer's first moments (beta1 = 0), its new parameters are compared, too.
 """
 
 import dataclasses

@@ -29,7 +29,7 @@ from tests.small import first_params, small_config, tokens_of
 
 
 class Result(NamedTuple):
-    """What a step computes before its optimiser runs."""
+    """What a step computes before its optimizer runs."""
 
     loss: Any
     grads: Any

@@ -105,7 +105,7 @@ def test_the_direction_is_exact_for_many_pairs():
     np.testing.assert_array_equal(direction(count_E[None]), [[1, -1, 1, -1, 1, 1, 1, 1]])
 
 
-def test_the_optimiser_knows_no_bias_and_checkpoints_do(tmp_path: Path):
+def test_the_optimizer_knows_no_bias_and_checkpoints_do(tmp_path: Path):
     """One that does not move is not decayed, and has no moments; all others have two."""
     config = config_of(2, 1, bias_update_rate=0.0, model={"num_layers": 2})
     config = dataclasses.replace(config, optimizer=OptimizerConfig(weight_decay=0.5))
