@@ -97,6 +97,12 @@ def test_without_communication_no_collective_is_left_and_shapes_stay():
     np.testing.assert_array_equal(program()(jnp.ones((32, 8))), 256.0)  # 8 devices · 4 ranks · 8 devices
 
 
+def test_collectives_of_one_axis_can_be_kept():
+    with without_communication(keep=Axis.EXPERT):
+        kept = collectives_of(program().trace(jnp.ones((32, 8))).jaxpr)
+    assert [each.primitive.name for each in kept] == ["all_to_all"] * 3 + ["reduce_scatter", "all_gather"]
+
+
 def test_communication_alone_runs_the_same_collectives():
     collectives = collectives_of(program().trace(jnp.ones((32, 8))).jaxpr)
     again = communication(collectives, make_mesh(config.MeshConfig(data=2, expert=4)))

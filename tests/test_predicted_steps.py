@@ -7,6 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "profiling"))  # its programs find each other there
 
+from predicted_cases import LinkTimes
 from predicted_summary import summary, table
 
 
@@ -32,3 +33,11 @@ def test_predictions_are_compared_with_medians_and_the_first_against_the_fastest
     assert found["ranked_first_within_3_percent"] == 0.5
     assert found["known"]["small, data"]["links"].keys() == {"100", "800"}
     assert table(found).splitlines()[-1].startswith("4 configurations: median error 15.0%, nine in ten up to 23.5%")
+
+
+def test_neighbours_have_a_link_of_their_own() -> None:
+    known = {"alpha_s": 1e-3, "bytes_per_s": 1e7, "slowdown": 1.1, "start": (0.0, 0.0), "finish": (0.0, 0.0)}
+    (one,) = LinkTimes(**known).cluster().levels
+    assert (one.devices, one.bytes_per_s) == (2, 1e7)
+    node, between = LinkTimes(**known, in_node=(2e-3, 1e8)).cluster().levels
+    assert (node.devices, node.bytes_per_s, between.devices, between.bytes_per_s) == (2, 1e8, 4, 1e7)

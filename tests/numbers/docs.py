@@ -328,27 +328,28 @@ table(
     "| MB of temporaries |",
     {f"`{name}`": ("2 " if name == "interleaved" else "") + _predicted(name) for name in _pipelines[0]},
 )
-_steps = result("predicted_steps")
+_steps, _streams = result("predicted_steps"), result("predicted_streams")
 
 
-def _errors(*rates: int) -> str:
-    found = [abs(row["error"]) for row in _steps["rows"] if row["rate_mbit"] in rates]
+def _errors(of: dict, *rates: int) -> str:
+    found = [abs(row["error"]) for row in of["rows"] if row["rate_mbit"] in rates]
     return f"{hundreds(float(np.median(found)))} {hundreds(float(np.quantile(found, 0.9)))}"
 
 
-table(
-    "plan.md",
-    "| | median error |",
-    {
-        "all 96": (
-            f"{_steps['configurations']} {hundreds(_steps['median_error'])} "
-            f"{hundreds(_steps['ninth_decile_of_errors'])} "
-            f"{hundreds(max(case['over_fastest'] for case in _steps['cases'].values()))} {len(_steps['cases'])}"
-        ),
-        "100 and 200 Mbit/s": f"100 200 {_errors(100, 200)}",
-        "400 and 800 Mbit/s": f"400 800 {_errors(400, 800)}",
-    },
-)
+for _title, _of in (("| two processes |", _steps), ("| four processes |", _streams)):
+    _all = (
+        f"{hundreds(_of['median_error'])} {hundreds(_of['ninth_decile_of_errors'])} "
+        f"{hundreds(max(case['over_fastest'] for case in _of['cases'].values()))} {len(_of['cases'])}"
+    )
+    table(
+        "plan.md",
+        _title,
+        {
+            f"all {_of['configurations']}": f"{_of['configurations']} {_all}",
+            "100 and 200 Mbit/s": f"100 200 {_errors(_of, 100, 200)}",
+            "400 and 800 Mbit/s": f"400 800 {_errors(_of, 400, 800)}",
+        },
+    )
 for _plan, _piece, _words in (
     ("plan_kimi_k2_h100x1024", "on 1,024 H100", "1.03 1,024 2 128 4 4 1,024 2,048"),
     ("plan_kimi_k2_h200x1024", "the same on 1,024 H200", "1,024 128 8 8 128 2"),
