@@ -170,10 +170,9 @@ def set_rate(bits_per_s: float, burst_kb: int = 256, queue: str = "latency 50ms"
 def set_data_rate(bits_per_s: float) -> None:
     """Limit what this process sends from now on, except for acknowledgements; nothing is lost, and no burst is free.
 
-    Acknowledgements that queue after a process's own data would delay what the other process sends. Only valid inside a
-    box.
+    Acknowledgements that queue after a process's own data would delay what others send. Only valid inside a box.
     """
-    data = f"classid 1:2 htb rate {bits_per_s:.0f}bit burst 20kb cburst 20kb quantum 60000"
+    data = _limited(2, bits_per_s)
     changed = subprocess.run(f"tc class change dev {LINK} {data}".split(), capture_output=True, check=False)
     if changed.returncode:  # not there yet
         _run(*f"tc qdisc replace dev {LINK} root handle 1: htb default 2".split())
@@ -189,14 +188,14 @@ def set_neighbour_rate(bits_per_s: float, neighbours: Sequence[int]) -> None:
 
     Only valid inside a box, after `set_data_rate`.
     """
-    _run(
-        *f"tc class add dev {LINK} parent 1: classid 1:3 htb rate {bits_per_s:.0f}bit burst 20kb cburst 20kb "
-        "quantum 60000".split()
-    )
+    _run(*f"tc class add dev {LINK} parent 1: {_limited(3, bits_per_s)}".split())
     _run(*f"tc qdisc add dev {LINK} parent 1:3 bfifo limit 32mb".split())
-    for neighbour in neighbours:
-        to = f"u32 match ip dst {address(neighbour)}/32"
-        _run(*f"tc filter add dev {LINK} protocol ip parent 1: prio 60000 {to} flowid 1:3".split())
+    for to in map(address, neighbours):
+        _run(*f"tc filter add dev {LINK} protocol ip parent 1: prio 2 u32 match ip dst {to}/32 flowid 1:3".split())
+
+
+def _limited(number: int, bits_per_s: float) -> str:
+    return f"classid 1:{number} htb rate {bits_per_s:.0f}bit burst 20kb cburst 20kb quantum 60000"
 
 
 def set_latency(seconds: float) -> None:
