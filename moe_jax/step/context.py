@@ -122,11 +122,11 @@ class StepContext:
         """Return stored parameters with the embedding, the last norm and the head gathered.
 
         The embedding is the last one, and all blocks need it: so on CPUs no collective of a block runs
-        concurrently with these.
+        concurrently with these. The others are in the order of their names, which is the same in all processes.
         """
         if not self.is_fully_sharded:
             return params
-        names = sorted(params.keys() - {"segments"}, key=lambda name: name == "embedding")
+        names = sorted(params.keys() - {"segments"}, key=lambda name: (name == "embedding", name))
         whole = gather_in_order([self.gathers[name] for name in names], [params[name] for name in names])
         return params | dict(zip(names, whole, strict=True))
 
