@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from moe_jax.plan.candidates import place
 from moe_jax.plan.clusters.tpu import CORES
 from moe_jax.plan.forward import best_ranges
+from moe_jax.plan.links_text import links_text
 from moe_jax.plan.planner import Plans
 from moe_jax.plan.rank_capacity import has_buffers, prices
 from moe_jax.plan.search import Candidate
@@ -66,6 +67,7 @@ def facts(plans: Plans) -> str:
         *_ranges(plans.best),
         *_placement(plans),
         *(f"speeds      {text}" for text in filter(None, [speeds_text(plans.config, plans.cluster)])),
+        *(f"links       {text}" for text in filter(None, [links_text(plans.config, plans.cluster)])),
         *_buffers(plans),
         f"memory      {size(memory.total)} per device at its peak, {memory.moment}: {parts}"
         + (f"; {size(memory.on_host)} of moments in host memory" if memory.on_host else "")

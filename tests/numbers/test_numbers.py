@@ -86,6 +86,7 @@ OTHER = {
         "| `--cluster` | |": SETTING,
         "| | sharded |": SETTING,
         "| | all axes |": "tests/test_plan_figures.py",
+        "| links between nodes |": "tests/plan/test_unequal_links.py",
     },
     "published.md": {
         **dict.fromkeys(("| rows, counted", "| run | source |", "| devices | collective |"), "tests/test_published.py"),

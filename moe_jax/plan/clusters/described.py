@@ -7,7 +7,12 @@ device: {memory_gb: 80, tflops: 989, memory_gb_per_s: 3350, matrix_efficiency: 0
 levels:                       # from the links inside a node outwards; the last one joins all devices
   - {name: NVLink, devices: 8, gb_per_s: 450, efficiency: 0.8, alpha_us: 15}
   - {name: rail, devices: 64, gb_per_s: 50, efficiency: 0.85, alpha_us: 50}
-  - {name: spine, devices: 512, gb_per_s: 25}
+  - name: spine
+    devices: 512
+    gb_per_s: 25
+    rates:                    # of devices in a row, relative to gb_per_s; left out: all links are alike
+      - {devices: 504}
+      - {devices: 8, send: 0.5, receive: 0.25}
 speeds:                       # of devices in a row, relative to device; left out: all are as fast
   - {devices: 384}
   - {devices: 128, speed: 0.5}
@@ -16,7 +21,7 @@ Rates are 10⁹ bytes per second out of one device, in one direction; a device's
 """
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +31,7 @@ from moe_jax.config.yaml_reader import parse_yaml
 from moe_jax.errors import UserError
 from moe_jax.files.atomic import reason
 from moe_jax.files.untrusted import read_text
-from moe_jax.plan.clusters.hardware import Cluster, Device, Level, LinkCurve, Preset
+from moe_jax.plan.clusters.hardware import Cluster, Device, Level, LinkCurve, LinkRates, Preset
 
 _MOST_BYTES = 2**16
 _MOST_DEVICES = 2**20
@@ -43,9 +48,10 @@ _DEVICE_KEYS = {  # and the factor to the units of Device
     "dollars_per_hour": ("dollars_per_hour", 1.0),
 }
 _NEEDED = ("memory_gb", "tflops", "memory_gb_per_s")
-_LEVEL_KEYS = ("name", "devices", "gb_per_s", "efficiency", "alpha_us")
+_LEVEL_KEYS = ("name", "devices", "gb_per_s", "efficiency", "alpha_us", "rates")
+_RATE_KEYS = LinkRates._fields
 _SPEED_KEYS = ("devices", "speed")
-_SHARES = ("efficiency", "matrix_efficiency", "speed")
+_SHARES = ("efficiency", "matrix_efficiency", "speed", "send", "receive")
 _EFFICIENCY, _MATRIX_EFFICIENCY, _ALPHA_US = 0.8, 0.75, 20.0  # unless the file gives them
 
 
@@ -75,7 +81,7 @@ class _Reader:
         levels = found.get("levels")
         if not isinstance(levels, list) or not 0 < len(levels) <= _MOST_LEVELS:
             raise self._error(f"levels must be a list of 1 to {_MOST_LEVELS} sections with {', '.join(_LEVEL_KEYS)}")
-        joined = tuple(self._level(f"levels[{number}]", each) for number, each in enumerate(levels))
+        joined = tuple(self._level(f"levels[{number}]", each, devices) for number, each in enumerate(levels))
         for before, level in pairwise(joined):
             if level.devices <= before.devices or level.devices % before.devices:
                 raise self._error(
@@ -97,19 +103,35 @@ class _Reader:
         )
 
     def _speeds(self, found: Any, devices: int) -> tuple[tuple[int, float], ...]:
+        return tuple(
+            (count, self._number(f"{place}.speed", section.get("speed", 1.0)))
+            for place, count, section in self._in_a_row("speeds", found, _SPEED_KEYS, devices)
+        )
+
+    def _rates(self, name: str, found: Any, devices: int) -> tuple[LinkRates, ...]:
+        return tuple(
+            LinkRates(count, *(self._number(f"{place}.{way}", section.get(way, 1.0)) for way in _RATE_KEYS[1:]))
+            for place, count, section in self._in_a_row(name, found, _RATE_KEYS, devices)
+        )
+
+    def _in_a_row(
+        self, name: str, found: Any, keys: Collection[str], devices: int
+    ) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
+        """The place, the number of devices and the section of each entry of a list for all devices, if it is given."""
         if found is None:
-            return ()
+            return
         if not isinstance(found, list) or not 0 < len(found) <= _MOST_SPEEDS:
-            raise self._error(f"speeds must be a list of 1 to {_MOST_SPEEDS:,} sections with {', '.join(_SPEED_KEYS)}")
-        speeds = list[tuple[int, float]]()
+            raise self._error(f"{name} must be a list of 1 to {_MOST_SPEEDS:,} sections with {', '.join(keys)}")
+        total = 0
         for number, each in enumerate(found):
-            place = f"speeds[{number}]"
-            section = self._section(place, each, _SPEED_KEYS)
-            speed = self._number(f"{place}.speed", section.get("speed", 1.0))
-            speeds.append((self._count(f"{place}.devices", section.get("devices")), speed))
-        if (total := sum(count for count, _ in speeds)) != devices:
-            raise self._error(f"speeds are of {total} devices, and devices={devices}: give the speeds of all {devices}")
-        return tuple(speeds)
+            place = f"{name}[{number}]"
+            section = self._section(place, each, keys)
+            count = self._count(f"{place}.devices", section.get("devices"))
+            total += count
+            yield place, count, section
+        if total != devices:
+            kind = name.rpartition(".")[2]
+            raise self._error(f"{name} are of {total} devices, and devices={devices}: give the {kind} of all {devices}")
 
     def _device(self, found: Mapping[str, Any]) -> Device:
         own = found.get("device")
@@ -127,7 +149,7 @@ class _Reader:
         defaults = {"matrix_efficiency": _MATRIX_EFFICIENCY, "watts": None, "dollars_per_hour": None}
         return Device(name=self._path.stem, platform="gpu", **(defaults | changed))
 
-    def _level(self, place: str, found: Any) -> Level:
+    def _level(self, place: str, found: Any, devices: int) -> Level:
         found = self._section(place, found, _LEVEL_KEYS)
         rate = self._number(f"{place}.gb_per_s", found.get("gb_per_s"))
         efficiency = self._number(f"{place}.efficiency", found.get("efficiency", _EFFICIENCY))
@@ -135,12 +157,14 @@ class _Reader:
         level_name = found.get("name", place)
         if not isinstance(level_name, str) or not level_name:
             raise self._error(f"{place}.name={level_name} must be a text, e.g. NVLink")
-        return Level(
+        level = Level(
             name=level_name,
             devices=self._count(f"{place}.devices", found.get("devices")),
             bytes_per_s=1e9 * rate,
             ring=LinkCurve(alpha_s, efficiency),
+            rates=self._rates(f"{place}.rates", found.get("rates"), devices),
         )
+        return replace(level, bytes_per_s=level.bytes_per_s * level.slowest)
 
     def _section(self, place: str, found: Any, keys: Collection[str]) -> Mapping[str, Any]:
         if not isinstance(found, dict):

@@ -118,19 +118,34 @@ class LinkCurve(NamedTuple):
     ramp_s: float = 0.0  # see plan/task_times.py
 
 
+class LinkRates(NamedTuple):
+    """The links of devices in a row: their rates in each direction, relative to the level's published one."""
+
+    devices: int
+    send: float = 1.0
+    receive: float = 1.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Level:
     """Links that connect groups of `devices` neighbours."""
 
     name: str
     devices: int
-    bytes_per_s: float  # published, all links of a device together; its share of a shared network adapter
+    # published, all links of a device together; its share of a shared network adapter; that of the slowest of `rates`
+    bytes_per_s: float
     ring: LinkCurve  # gathers, sums and sends
     all_to_all: LinkCurve | None = None  # None: as `ring`
     message_s: float = 1e-6  # to send one more message in the same collective
     congestion: float = 0.0  # how much longer messages take for each doubling of the nodes or slices that they join
     dimensions: int | None = None  # of a torus or a mesh; None: all devices are equally far from each other
     wraps: bool = False  # whether links wrap around, as in a torus
+    rates: tuple[LinkRates, ...] = ()  # of all devices of the cluster; (): all are alike
+
+    @property
+    def slowest(self) -> float:
+        """The slowest of `rates`, which `bytes_per_s` is the rate of: whatever all devices send alike waits for it."""
+        return min((min(send, receive) for _, send, receive in self.rates), default=1.0)
 
     @property
     def line(self) -> Linear:
@@ -159,6 +174,10 @@ class Level:
     def exchange_seconds(self, num_bytes: float, ranks: int) -> float:
         """Seconds of an all-to-all in which `num_bytes` leave each of `ranks` neighbours."""
         return self.exchange(ranks).seconds(num_bytes)
+
+    def with_equal_links(self) -> "Level":
+        """This level with all links as fast as published."""
+        return dataclasses.replace(self, bytes_per_s=self.bytes_per_s / self.slowest, rates=())
 
     def slower(self, factor: float) -> "Level":
         """These links at the rate divided by `factor`."""
@@ -193,6 +212,10 @@ class Cluster:
         """The links that a group of this many neighbours has to use, at the rate that they reach between so many."""
         found = next((level for level in self.levels if ranks <= level.devices), self.levels[-1])
         return _congested(found, math.ceil(ranks / self.node_devices))
+
+    def with_equal_links(self) -> "Cluster":
+        """The cluster with all links of a level as fast as published."""
+        return dataclasses.replace(self, levels=tuple(level.with_equal_links() for level in self.levels))
 
     def simulated(self) -> "Cluster":
         """The cluster of devices simulated in one process.
