@@ -131,7 +131,7 @@ def experts_here(slot_ME: jax.Array | None, context: StepContext) -> list[Expert
         return Experts(number_RL, experts)
 
     leaves = jax.tree.leaves_with_path(dims, is_leaf=lambda leaf: isinstance(leaf, tuple))
-    found = {group: of_group(group) for group in {expert_group(path) for path, _ in leaves}}
+    found = {group: of_group(group) for group in dict.fromkeys(expert_group(path) for path, _ in leaves)}
     return [found[expert_group(path)] for path, _ in leaves]
 
 
