@@ -13,9 +13,9 @@ from typing import Any
 import box
 import jax
 import numpy as np
-from benchmark_harness import Harness, Profile, seconds_per_step
+from benchmark_harness import Harness, Profile, Step, seconds_per_step
 from jax.experimental import multihost_utils
-from predicted_cases import LinkTimes
+from predicted_cases import LineTimes, LinkTimes
 
 from moe_jax.parallel import background
 from moe_jax.parallel.mesh import Axis
@@ -38,7 +38,6 @@ class Link:
 
     def __init__(self, harness: Harness):
         self._tensor = harness.config.mesh.sizes["tensor"]
-        self._axes = (Axis.DATA, Axis.EXPERT)
         self._on_mesh = functools.partial(jax.shard_map, mesh=harness.mesh, out_specs=REPLICATED, check_vma=False)
         box.set_data_rate(_UNTHROTTLED)
         self._start_times, self._finish_times = self._handling()
@@ -47,28 +46,27 @@ class Link:
         """Measure at this number of bits per second; the result is the same on all processes."""
         box.set_data_rate(rate)
         device = jax.process_index()
-        other, neighbour = (device + self._tensor) % (2 * self._tensor), device ^ 1
-        line = self._line("exchange", other, profile)
-        in_node = None
-        if self._tensor > 1:
-            gathers = self._line("gather_rows", neighbour, profile)
-            in_node = gathers.alpha_s, 1 / gathers.beta_s
         return LinkTimes(
-            alpha_s=line.alpha_s,
-            bytes_per_s=1 / line.beta_s,
-            slowdown=same(self._slowdown(profile, line)),
+            between=self._line("exchange", (device + self._tensor) % (2 * self._tensor), profile),
+            in_node=self._line("gather_rows", device ^ 1, profile) if self._tensor > 1 else None,
             start=self._start_times,
             finish=self._finish_times,
-            in_node=in_node,
         )
 
-    def _line(self, kind: background.Kind, other: int, profile: Profile) -> Linear:
-        """Fit seconds of a collective with another process by the bytes that it sends there."""
-        fit = fit_linear([size / 2 for size in _SIZES], self._transfers_s(kind, other, profile))
-        return Linear(same(fit.line.alpha_s), same(fit.line.beta_s))
+    def _line(self, kind: background.Kind, other: int, profile: Profile) -> LineTimes:
+        """Measure collectives with another process: alone, next to compute, and what compute loses."""
+        alone_s, busy_s = self._transfers_s(kind, other), self._transfers_s(kind, other, profile.step)
+        line = fit_linear([size / 2 for size in _SIZES], alone_s).line
+        line = Linear(same(line.alpha_s), same(line.beta_s))
+        return LineTimes(
+            alpha_s=line.alpha_s,
+            bytes_per_s=1 / line.beta_s,
+            busy_s=max(same(statistics.mean(busy_s) - statistics.mean(alone_s)), 0.0),
+            slowdown=same(self._slowdown(kind, profile, line)),
+        )
 
-    def _transfers_s(self, kind: background.Kind, other: int, profile: Profile) -> list[float]:
-        """Return seconds of a collective of each size while all processes compute, since threads share their cores."""
+    def _transfers_s(self, kind: background.Kind, other: int, step: Step | None = None) -> list[float]:
+        """Return seconds of a collective of each size; if there is a step, while all processes repeat it."""
         engine, device, found = background.engine(), jax.process_index(), list[float]()
         group = (min(device, other), max(device, other))
 
@@ -85,19 +83,20 @@ class Link:
         multihost_utils.sync_global_devices("transfers")
         thread = threading.Thread(target=exchange)
         thread.start()
-        while thread.is_alive():
-            jax.block_until_ready(profile.step())
+        while step and thread.is_alive():
+            jax.block_until_ready(step())
+        thread.join()
         return found
 
-    def _slowdown(self, profile: Profile, line: Linear) -> float:
-        """Return the slowdown of compute during exchanges that take longer, relative to compute alone right before."""
+    def _slowdown(self, kind: background.Kind, profile: Profile, line: Linear) -> float:
+        """Return the slowdown of compute during longer collectives, relative to compute alone right before."""
         size = _SIZES[-1]
         enough = math.ceil(_LONGER * profile.step_s / line.seconds(size / 2))
         found = []
         for _ in range(_SLOWED):
             alone_s = seconds_per_step(profile.step, 1)
             multihost_utils.sync_global_devices("slowed")
-            under_way = [self._start(size) for _ in range(enough)]
+            under_way = [self._start(size, kind=kind) for _ in range(enough)]
             begin = time.perf_counter()
             jax.block_until_ready(profile.step())
             found.append((time.perf_counter() - begin) / alone_s)
@@ -137,9 +136,11 @@ class Link:
         each_s = ((many - one) / (_IN_A_ROW - 1) for one, many in zip(*found, strict=True))
         return tuple(max(seconds, 1e-6) for seconds in each_s)
 
-    def _start(self, num_bytes: int, count: int = 1) -> Wait:
-        """Start exchanges of this many bytes, including each process's own half; return a function that waits."""
-        begin, end, x = self._programs(num_bytes, count)
+    def _start(self, num_bytes: int, count: int = 1, kind: background.Kind = "exchange") -> Wait:
+        """Start exchanges of this many bytes, including each process's own half, or gathers of half as many; return a
+        function that waits.
+        """
+        begin, end, x = self._programs(num_bytes, count, kind)
         handles = jax.block_until_ready(begin(x))
 
         def finish() -> None:
@@ -148,17 +149,20 @@ class Link:
         return finish
 
     @functools.cache  # noqa: B019 - a link lives as long as its process
-    def _programs(self, num_bytes: int, count: int) -> tuple[Any, Any, Any]:
+    def _programs(self, num_bytes: int, count: int, kind: background.Kind) -> tuple[Any, Any, Any]:
         rows = jax.ShapeDtypeStruct((2, num_bytes // 8), np.float32)
+        axes, own = (
+            ((Axis.DATA, Axis.EXPERT), rows.shape) if kind == "exchange" else ((Axis.TENSOR,), (1, num_bytes // 8))
+        )
 
         def begin(x: Any) -> list[Any]:
-            return [background.start(x + i, "exchange", self._axes) for i in range(count)]
+            return [background.start(x + i, kind, axes) for i in range(count)]
 
         def end(handles: Sequence[Any]) -> list[Any]:
             return [background.finish(handle, rows)[0, 0] for handle in handles]
 
         first, last = (jax.jit(self._on_mesh(each, in_specs=REPLICATED)) for each in (begin, end))
-        return first, last, np.zeros(rows.shape, rows.dtype)
+        return first, last, np.zeros(own, rows.dtype)
 
 
 def same(value: float) -> float:

@@ -11,6 +11,7 @@ from moe_jax.plan.estimate import estimate
 from moe_jax.plan.launch_overhead import LaunchOverhead
 from moe_jax.plan.measured import Seconds, write_times
 from moe_jax.plan.task_times import Linear
+from moe_jax.schedule.simulation import Interference
 
 _CONFIG = Path(__file__).parents[1] / "configs" / "bench" / "box.yaml"
 _LINK_GB_PER_S = 0.04  # rate used to order tasks, in the middle of the measured rates: one program for all of them
@@ -76,32 +77,44 @@ def config_of(model: str, mesh: str, *more: str) -> Config:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LinkTimes:
-    """Seconds of exchanges over a link, the compute that they take, and the slowdown of concurrent compute."""
+class LineTimes:
+    """Seconds of collectives over one line, and how they and concurrent compute delay each other."""
 
     alpha_s: float
     bytes_per_s: float
-    slowdown: float
+    busy_s: float  # added to `alpha_s` while the device computes
+    slowdown: float  # of compute
+
+    def level(self, name: str, devices: int) -> Level:
+        """Return the line as a level of a cluster."""
+        return Level(name=name, devices=devices, bytes_per_s=self.bytes_per_s, ring=LinkCurve(self.alpha_s))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinkTimes:
+    """Exchanges over a link, and gathers between two neighbours, if there are any; and the compute that they take."""
+
+    between: LineTimes
     start: tuple[float, float]  # compute that one exchange takes: seconds, and seconds per byte
     finish: tuple[float, float]
-    in_node: tuple[float, float] | None = None  # alpha_s and bytes_per_s of gathers between two neighbours, if any
+    in_node: LineTimes | None = None
 
     def cluster(self) -> Cluster:
         """Return a cluster of two processes joined by this link, or of two nodes of two processes."""
-        in_node = () if self.in_node is None else (_level("node", 2, *self.in_node),)
-        levels = (*in_node, _level("link", 2 * (len(in_node) + 1), self.alpha_s, self.bytes_per_s))
+        near = self.in_node or self.between
+        nodes = () if self.in_node is None else (near.level("node", 2),)
+        levels = (*nodes, self.between.level("link", 2 * (len(nodes) + 1)))
         return Cluster(
             name="box",
             device=_CORE,
             devices=levels[-1].devices,
             levels=levels,
-            compute_slowdown=max(self.slowdown, 1.0),
+            interference=Interference(
+                slowdown=(max(self.between.slowdown, 1.0), max(near.slowdown, 1.0)),
+                start_s=(self.between.busy_s, near.busy_s),
+            ),
             launch_overhead=LaunchOverhead(start=Linear(*self.start), finish=Linear(*self.finish)),
         )
-
-
-def _level(name: str, devices: int, alpha_s: float, bytes_per_s: float) -> Level:
-    return Level(name=name, devices=devices, bytes_per_s=bytes_per_s, ring=LinkCurve(alpha_s))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@
 
 Two processes in network namespaces are the cluster. The planner's inputs are measured separately from the steps that it
 predicts: tasks of each model on each mesh, timed without communication (`benchmark_harness.profiled`); and the duration
-of exchanges, the compute that they take, and the slowdown of concurrent compute (`link.Link`). Then training steps of
+of exchanges, alone and next to compute, and what each takes from compute (`link.Link`). Then training steps of
 every model, mesh, policy, degree, chunk size and rate of the link alternate. Each runs after a step of compute alone,
 the pace of which scales the profile, and is compared with `plan.estimate`. A case is a model and a rate: the step that
 is predicted to be fastest is compared with the fastest step measured. Experts have a slot for every token, as in

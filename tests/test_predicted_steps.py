@@ -7,8 +7,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "profiling"))  # its programs find each other there
 
-from predicted_cases import LinkTimes
+from predicted_cases import LineTimes, LinkTimes
 from predicted_summary import summary, table
+
+from moe_jax.schedule.simulation import Interference
 
 
 def row(mesh: str, rate: float, predicted_s: float, *measured_s: float) -> dict:
@@ -36,8 +38,12 @@ def test_predictions_are_compared_with_medians_and_the_first_against_the_fastest
 
 
 def test_neighbours_have_a_link_of_their_own() -> None:
-    known = {"alpha_s": 1e-3, "bytes_per_s": 1e7, "slowdown": 1.1, "start": (0.0, 0.0), "finish": (0.0, 0.0)}
+    line = LineTimes(alpha_s=1e-3, bytes_per_s=1e7, busy_s=2e-3, slowdown=1.1)
+    known = {"between": line, "start": (0.0, 0.0), "finish": (0.0, 0.0)}
     (one,) = LinkTimes(**known).cluster().levels
     assert (one.devices, one.bytes_per_s) == (2, 1e7)
-    node, between = LinkTimes(**known, in_node=(2e-3, 1e8)).cluster().levels
+    near = LineTimes(alpha_s=1e-3, bytes_per_s=1e8, busy_s=1e-3, slowdown=0.9)
+    cluster = LinkTimes(**known, in_node=near).cluster()
+    node, between = cluster.levels
     assert (node.devices, node.bytes_per_s, between.devices, between.bytes_per_s) == (2, 1e8, 4, 1e7)
+    assert cluster.interference == Interference(slowdown=(1.1, 1.0), start_s=(2e-3, 1e-3))

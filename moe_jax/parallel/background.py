@@ -4,8 +4,8 @@ A collective of XLA:CPU blocks the thread that runs it, and the memory that XLA 
 `start` hands over an operand and `finish` waits for the result, like the start and done operations of an accelerator's
 collective. `start_after` hands over the result of another collective as soon as it is there, so that the program does
 not wait between the two. A device sends in the order in which its collectives were started, except that urgent traffic
-goes first (`schedule/link_order.py`), and that rows for other tensor ranks are sent by a thread of their own, because
-inside a node they take other links than those between nodes.
+goes first (`schedule/link_order.py`), and that what goes to other tensor ranks alone is sent by a thread of its own,
+because inside a node it takes other links than between nodes.
 
 D devices, in the order of the mesh; P devices of a group.
 """
@@ -31,7 +31,18 @@ from moe_jax.parallel.p2p_transport import MessageTag, P2PTransport
 from moe_jax.parallel.trace_names import FINISH_SCOPE, START_SCOPE, STARTED
 from moe_jax.schedule.link_order import Priority
 
-Kind = Literal["exchange", "gather_rows", "scatter_rows", "to_next", "to_previous", "gather", "sum", "scatter"]
+Kind = Literal[
+    "exchange",
+    "gather_rows",
+    "scatter_rows",
+    "to_next",
+    "to_previous",
+    "gather",
+    "sum",
+    "scatter",
+    "gather_in_node",
+    "scatter_in_node",
+]
 _TRAFFIC: dict[Kind, Priority] = {
     "exchange": Priority.EXPERT,
     "gather_rows": Priority.EXPERT,
@@ -41,8 +52,11 @@ _TRAFFIC: dict[Kind, Priority] = {
     "gather": Priority.PARAMETERS,
     "sum": Priority.DATA,
     "scatter": Priority.DATA,
+    "gather_in_node": Priority.DATA,
+    "scatter_in_node": Priority.DATA,
 }
-_IN_NODE: tuple[Kind, ...] = ("gather_rows", "scatter_rows")  # of rows over tensor ranks
+# over tensor ranks: of rows, and of gradients that are summed between nodes, too
+_IN_NODE: tuple[Kind, ...] = ("gather_rows", "scatter_rows", "gather_in_node", "scatter_in_node")
 
 NOTHING = -1  # the handle of a collective from which this device receives nothing
 
@@ -113,7 +127,8 @@ class Engine:
         self._transport = P2PTransport(owner_D)
         own = [device for device, process in enumerate(owner_D) if process == jax.process_index()]
         self._senders = {(device, in_node): JobThread() for device in own for in_node in (False, True)}
-        self._relays = {key: JobThread() for key in self._senders}
+        # a thread for each kind: none waits for the collectives of another kind that will be sent on
+        self._relays = {(device, kind): JobThread() for device in own for kind in _TRAFFIC}
         self._reducers = {device: JobThread() for device in own}
         self._results: dict[int, Callable[[], np.ndarray]] = {}
         self._numbers: dict[tuple[int, int], Iterator[int]] = {}
@@ -144,7 +159,7 @@ class Engine:
             except Exception as error:  # raised again in `finish`
                 started.set_exception(error)
 
-        self._relays[device, kind in _IN_NODE].submit(relay)
+        self._relays[device, kind].submit(relay)
         self._results[handle] = lambda: started.result()()
         return handle
 
@@ -173,9 +188,9 @@ class Engine:
                 return self._exchange(member, x)
             case "sum":
                 return self._sum(member, x)
-            case "gather" | "gather_rows":
+            case "gather" | "gather_rows" | "gather_in_node":
                 return self._gather(member, x)
-            case "scatter" | "scatter_rows":
+            case "scatter" | "scatter_rows" | "scatter_in_node":
                 return self._scatter(member, x)
             case "to_next":
                 return self._shift(member, x, 1, part)

@@ -100,7 +100,7 @@ class PassTimes:
         schedule = Schedule(self._step.config.schedule.policy, orders.shape, tuple(actions))
         tasks, streams = NumberedTasks.of(needs), tuple(map(self._step.stream_of, actions))
         times_s, ranks = list(map(self._step.task_seconds(schedule), actions)), [0] * len(actions)
-        start_s, end_s = simulate_numbered(range(len(actions)), tasks, times_s, streams, ranks, self._step.slowdown)
+        start_s, end_s = simulate_numbered(range(len(actions)), tasks, times_s, streams, ranks, self._step.interference)
         return Timeline(schedule=schedule, actions=actions, streams=streams, start_s=start_s, end_s=end_s)
 
     @cached_method
@@ -129,7 +129,7 @@ class PassTimes:
     def _passes(self, kinds: tuple[str, ...]) -> ChunkTimes:
         """The durations of the passes of a chunk with these blocks that neither recompute nor add gradients."""
         orders = self._orders(kinds)
-        shape, slowdown = orders.shape, self._step.slowdown
+        shape, interference = orders.shape, self._step.interference
         seconds = self._step.task_seconds(
             Schedule(self._step.config.schedule.policy, shape, (*orders.forward, *orders.backward, *orders.weight))
         )
@@ -138,7 +138,7 @@ class PassTimes:
             actions = tuple(actions)
             tasks, streams = numbered_inside(actions, shape, self._step.stream_of)
             times_s, order = list(map(seconds, actions)), range(len(actions))
-            start_s, end_s = simulate_numbered(order, tasks, times_s, streams, [0] * len(actions), slowdown)
+            start_s, end_s = simulate_numbered(order, tasks, times_s, streams, [0] * len(actions), interference)
             busy = dict.fromkeys(Stream, 0.0)
             for task, at_s in start_s.items():
                 busy[streams[task]] += end_s[task] - at_s

@@ -11,7 +11,7 @@ from moe_jax.schedule.build import ranks_of, streams_of
 from moe_jax.schedule.dependencies import task_graph
 from moe_jax.schedule.param_gathers import releases
 from moe_jax.schedule.schedule import Schedule
-from moe_jax.schedule.simulation import in_list_order, numbered_tasks, simulate_numbered
+from moe_jax.schedule.simulation import NO_INTERFERENCE, Interference, in_list_order, numbered_tasks, simulate_numbered
 
 
 class SimulatedTask(NamedTuple):
@@ -93,18 +93,18 @@ def simulate(
     seconds: Seconds,
     stream_of: StreamOf = three_streams,
     rank_of: Callable[[Action], int] = in_list_order,
-    slowdown: float = 1.0,
+    interference: Interference = NO_INTERFERENCE,
 ) -> Timeline:
     """Simulate a schedule: one task at a time per stream, streams concurrently.
 
     `seconds` maps an action to its duration (`times.__getitem__` for a mapping). Streams run their tasks as listed;
-    with `rank_of=exchanges_first` a free stream runs a reduction only if no exchange is ready. While anything
-    communicates, compute takes `slowdown` times as long. Raises ScheduleError if tasks wait for each other.
+    with `rank_of=exchanges_first` a free stream runs a reduction only if no exchange is ready.
+    Raises ScheduleError if tasks wait for each other.
     """
     tasks, streams = numbered_tasks(schedule.shape), streams_of(schedule.shape, stream_of)
     order = tasks.numbers(schedule.actions)
     compute = (tasks.tasks[task] for task in order if streams[task] == Stream.COMPUTE)
     waits = {tasks.number[gather]: tasks.number[task] for gather, task in releases(schedule.shape, compute).items()}
     times_s, ranks = list(map(seconds, tasks.tasks)), ranks_of(schedule.shape, rank_of)
-    start_s, end_s = simulate_numbered(order, tasks.with_needs(waits), times_s, streams, ranks, slowdown)
+    start_s, end_s = simulate_numbered(order, tasks.with_needs(waits), times_s, streams, ranks, interference)
     return Timeline(schedule=schedule, actions=tasks.tasks, streams=streams, start_s=start_s, end_s=end_s)

@@ -69,7 +69,7 @@ class Step:
     def __init__(self, config: Config, cluster: Cluster, measured: MeasuredTimes = _NOTHING):
         self.config, self.mesh = config, config.mesh.sizes
         self.device, self._expert_device, self._local_experts = slowest_devices(config, cluster)
-        self.slowdown, self.launch_overhead, self.measured = cluster.compute_slowdown, cluster.launch_overhead, measured
+        self.interference, self.launch_overhead, self.measured = cluster.interference, cluster.launch_overhead, measured
         self.collectives = CollectiveCosts(cluster)
         self.tensor, self.context = self.mesh["tensor"], self.mesh["context"]
         self.expert_tensor = config.mesh.expert_tensor_ranks(self.mesh)  # ranks that share each expert
@@ -108,7 +108,7 @@ class Step:
             gathered_bytes(self.config, self.mesh),
         )
         schedule = make_schedule(self.config.schedule.policy, shape, known.of(shape), self.stream_of)
-        return simulate(schedule, self.task_seconds(schedule), self.stream_of, exchanges_first, self.slowdown)
+        return simulate(schedule, self.task_seconds(schedule), self.stream_of, exchanges_first, self.interference)
 
     def task_seconds(self, schedule: Schedule) -> Seconds:
         """Task durations with the launch overhead of collectives."""
@@ -173,7 +173,10 @@ class Step:
         schedule = self.timeline.schedule
         seconds = self.task_seconds(schedule)
         free = simulate(
-            schedule, lambda task: 0.0 if is_reduction(task) else seconds(task), self.stream_of, slowdown=self.slowdown
+            schedule,
+            lambda task: 0.0 if is_reduction(task) else seconds(task),
+            self.stream_of,
+            interference=self.interference,
         )
         return free.exposed_s
 

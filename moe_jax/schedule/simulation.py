@@ -77,6 +77,21 @@ def numbered_tasks(shape: StepShape) -> NumberedTasks:
 _STREAMS = {stream: place for place, stream in enumerate(Stream)}
 _PLACES = tuple(_STREAMS.values())
 _COMPUTE = _STREAMS[Stream.COMPUTE]
+_COMMUNICATION = (_STREAMS[Stream.COMMUNICATION], _STREAMS[Stream.INTRA_NODE])
+
+
+class Interference(NamedTuple):
+    """How compute and communication that run at once delay each other: between nodes, and inside of a node.
+
+    While a stream communicates, compute takes `slowdown` times as long; while both do, what each adds is added up. A
+    collective that starts while the device computes takes `start_s` seconds longer.
+    """
+
+    slowdown: tuple[float, float] = (1.0, 1.0)
+    start_s: tuple[float, float] = (0.0, 0.0)
+
+
+NO_INTERFERENCE = Interference()
 
 
 class TimeSpan(NamedTuple):
@@ -97,18 +112,17 @@ def simulate_streams(
     seconds: Seconds,
     stream_of: StreamOf,
     rank_of: Callable[[Action], int] = in_list_order,
-    slowdown: float = 1.0,
+    interference: Interference = NO_INTERFERENCE,
 ) -> dict[Action, TimeSpan]:
     """Simulate all tasks, one at a time per stream. Returns the span of each task, sorted by start.
 
     Tasks of one stream and rank start in list order. A stream that is free takes the ready task of the lowest rank.
-    While any communication runs, compute takes `slowdown` times as long. Raises ScheduleError if tasks wait for each
-    other.
+    Raises ScheduleError if tasks wait for each other.
     """
     inside = {action: needs[action] for action in actions}
     tasks = NumberedTasks.of(inside)
     times_s, streams, ranks = list(map(seconds, inside)), list(map(stream_of, inside)), list(map(rank_of, inside))
-    start_s, end_s = simulate_numbered(range(len(inside)), tasks, times_s, streams, ranks, slowdown)
+    start_s, end_s = simulate_numbered(range(len(inside)), tasks, times_s, streams, ranks, interference)
     return {tasks.tasks[task]: TimeSpan(at_s, end_s[task]) for task, at_s in start_s.items()}
 
 
@@ -118,7 +132,7 @@ def simulate_numbered(
     seconds: Sequence[float],
     streams: Sequence[Stream],
     ranks: Sequence[int],
-    slowdown: float = 1.0,
+    interference: Interference = NO_INTERFERENCE,
 ) -> tuple[dict[int, float], dict[int, float]]:
     """`simulate_streams` of tasks by number: `seconds`, `streams` and `ranks` have an entry for each task.
 
@@ -132,15 +146,17 @@ def simulate_numbered(
     running, end_s = [-1] * len(_STREAMS), [math.inf] * len(_STREAMS)  # by stream: its task, and when that ends
     start_s: dict[int, float] = {}
     ended_s: dict[int, float] = {}
-    now_s, slowed, is_slowed_down = 0.0, False, slowdown != 1
+    now_s, slowed, interferes = 0.0, 1.0, interference != NO_INTERFERENCE
+    started: list[int] = []  # streams that started to communicate at this moment
+    slowdown, later_s = (dict(zip(_COMMUNICATION, values, strict=True)) for values in interference)
 
     def stretch() -> None:
         """Adjust the end of the running compute task when communication starts or stops next to it."""
         nonlocal slowed
-        overlaps = sum(task >= 0 for task in running) > 1
-        if running[_COMPUTE] >= 0 and slowed != overlaps:
-            factor = slowdown if overlaps else 1 / slowdown
-            end_s[_COMPUTE], slowed = now_s + (end_s[_COMPUTE] - now_s) * factor, overlaps
+        factor = 1 + sum(times - 1 for stream, times in slowdown.items() if running[stream] >= 0)
+        if running[_COMPUTE] >= 0 and slowed != factor:
+            end_s[_COMPUTE] = now_s + (end_s[_COMPUTE] - now_s) * factor / slowed
+            slowed = factor
 
     while True:
         for stream, lane in by_rank:
@@ -148,11 +164,19 @@ def simulate_numbered(
                 task = running[stream] = lane.popleft()
                 start_s[task] = now_s
                 end_s[stream] = now_s + seconds[task]
-                if is_slowed_down:
-                    slowed = slowed and stream != _COMPUTE
+                if interferes:
+                    if stream == _COMPUTE:
+                        slowed = 1.0
+                    else:
+                        started.append(stream)
                     stretch()
                 if end_s[stream] <= now_s:
                     break  # it ends before a lower rank gets the stream
+        if started and min(end_s) > now_s:
+            if running[_COMPUTE] >= 0:
+                for stream in started:
+                    end_s[stream] += later_s[stream]
+            started.clear()
         now_s = min(end_s)
         if now_s == math.inf:
             break
@@ -162,7 +186,7 @@ def simulate_numbered(
                 running[stream], end_s[stream], ended_s[task] = -1, math.inf, now_s
                 for follower in followers[task]:
                     waiting[follower] -= 1
-        if is_slowed_down:
+        if interferes:
             stretch()
     if stuck := [lane[0] for lane in lanes.values() if lane]:
         waits = stuck[0]

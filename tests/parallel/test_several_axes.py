@@ -4,6 +4,7 @@ Payloads name the device that sends them. D devices in the order of the mesh, G 
 group being the r-th in the order of the axes that the collective was given.
 """
 
+import collections
 import functools
 import itertools
 import math
@@ -21,6 +22,7 @@ from moe_jax.parallel.all_to_all import EXCHANGES, ragged
 from moe_jax.parallel.all_to_all.ragged import Widths
 from moe_jax.parallel.expert_transfer import all_reduce_replicated_experts, encode, migrate
 from moe_jax.parallel.mesh import ALL_AXES, Axis, make_mesh
+from moe_jax.parallel.p2p_transport import MessageTag, P2PTransport
 from moe_jax.parallel.permute import permuted
 from moe_jax.parallel.ranks import Ranks
 from moe_jax.parallel.reductions import REDUCTIONS, SCATTERS, scatter_of
@@ -200,7 +202,26 @@ THREE = {Axis.DATA: 2, Axis.CONTEXT: 2, Axis.EXPERT: 2}
 
 
 def test_sums_over_three_axes_in_any_order_are_what_they_say():
-    check(THREE, list(itertools.permutations(THREE)), KINDS[:1])
+    sizes = {Axis.DATA: 2, Axis.EXPERT: 2, Axis.TENSOR: 2}
+    check(sizes, list(itertools.permutations(sizes)), KINDS[:1])
+
+
+def test_a_sum_in_the_background_sends_each_number_to_another_node_once(monkeypatch):
+    """Of the 16 numbers, a device sends 8 to its neighbour in each of two rounds, and 8 to other nodes in all."""
+    mesh, sent = mesh_of({Axis.EXPERT: 2, Axis.TENSOR: 2}), collections.Counter()
+    send = P2PTransport.send
+
+    def counted(transport: P2PTransport, key: MessageTag, x: np.ndarray) -> None:
+        sent[key.source, "neighbour" if key.source // 2 == key.target // 2 else "other node"] += x.size
+        send(transport, key, x)
+
+    monkeypatch.setattr(P2PTransport, "send", counted)
+    axes = (Axis.EXPERT, Axis.TENSOR)
+    total = on_each_device(lambda device: REDUCTIONS["background"](device + jnp.arange(16), axes), mesh)
+    np.testing.assert_array_equal(total, np.broadcast_to(6 + 4 * np.arange(16), (4, 16)))
+    assert sent == {
+        (device, where): count for device in range(4) for where, count in (("neighbour", 16), ("other node", 8))
+    }
 
 
 def test_collectives_over_two_axes_with_another_one_between_them_are_what_they_say():

@@ -1,16 +1,18 @@
 """The simulator against slow references and against what the papers derive by hand."""
 
+import itertools
 import random
 
 import pytest
 
 from moe_jax.plan.simulate import Timeline, simulate
 from moe_jax.plan.task_times import ComputeStage, Linear, TaskTimes, Transfer
-from moe_jax.schedule.actions import Action, ScheduleError, Stream, two_streams
+from moe_jax.schedule.actions import Action, ScheduleError, Stream, three_streams, two_streams
 from moe_jax.schedule.build import make_schedule, make_shape
 from moe_jax.schedule.dependencies import task_graph
 from moe_jax.schedule.schedule import Schedule
 from moe_jax.schedule.shape import WEIGHT_GRADS
+from moe_jax.schedule.simulation import Interference
 from tests.schedule.steps import schedules
 
 
@@ -55,21 +57,39 @@ def test_times_exposure_and_memory_equal_slow_references(schedule):
 
 
 @pytest.mark.parametrize("schedule", schedules(seed=22)[::5], ids=lambda s: f"{s.policy}-{s.shape.grad_reduce}")
-def test_compute_takes_longer_while_anything_communicates(schedule):
+def test_compute_and_communication_at_once_delay_each_other(schedule):
     """Every task starts as soon as it may, and does its work at the speed of each moment: no other times do both."""
     seconds = _whole_seconds(schedule, seed=0)
-    timeline = simulate(schedule, seconds.__getitem__, two_streams, slowdown=1.5)
+    interference = Interference(slowdown=(1.5, 2.0), start_s=(0.25, 0.5))
+    timeline = simulate(schedule, seconds.__getitem__, three_streams, interference=interference)
     span = {task.action: task for task in timeline.tasks}
-    transfers = [task for task in span.values() if task.stream == Stream.COMMUNICATION]
+    moments = sorted({moment for task in span.values() for moment in (task.start_s, task.end_s)})
+
+    def running(moment, until):
+        return {task.stream for task in span.values() if task.start_s <= moment and until <= task.end_s}
+
+    def work(task):
+        """What it does between each two moments, in which compute takes 1, 1.5, 2 or 2.5 times as long."""
+        done = 0.0
+        for moment, until in itertools.pairwise(moments):
+            if task.start_s <= moment and until <= task.end_s:
+                streams = running(moment, until)
+                slower = 0.5 * (Stream.COMMUNICATION in streams) + 1.0 * (Stream.INTRA_NODE in streams)
+                done += (until - moment) / (1 + slower if task.stream == Stream.COMPUTE else 1)
+        return done
+
+    def more_s(task):
+        computes = Stream.COMPUTE in running(task.start_s, moments[moments.index(task.start_s) + 1])
+        later_s = {Stream.COMMUNICATION: 0.25, Stream.INTRA_NODE: 0.5}
+        return later_s.get(task.stream, 0.0) if computes else 0.0
+
     needs, last = task_graph(schedule.shape), {}
     for action in schedule.actions:
         task = span[action]
         earlier = [*needs[action], *([last[task.stream]] if task.stream in last else [])]
         assert task.start_s == pytest.approx(max((span[each].end_s for each in earlier), default=0.0))
         last[task.stream] = action
-        concurrent = sum(max(0.0, min(task.end_s, t.end_s) - max(task.start_s, t.start_s)) for t in transfers)
-        slowed = concurrent if task.stream == Stream.COMPUTE else 0.0
-        assert task.end_s - task.start_s - slowed / 3 == pytest.approx(seconds[action])
+        assert work(task) == pytest.approx(seconds[action] + more_s(task))
 
 
 def test_an_order_that_cannot_run_is_named():

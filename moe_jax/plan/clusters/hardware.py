@@ -14,6 +14,7 @@ from moe_jax.config.sections import HashedOnce
 from moe_jax.plan.curves import Curve
 from moe_jax.plan.launch_overhead import NO_OVERHEAD, LaunchOverhead
 from moe_jax.plan.task_times import Linear
+from moe_jax.schedule.simulation import NO_INTERFERENCE, Interference
 
 Platform = Literal["tpu", "gpu", "cpu"]
 
@@ -196,7 +197,7 @@ class Cluster:
     device: Device
     devices: int
     levels: tuple[Level, ...]
-    compute_slowdown: float = 1.0  # factor of compute time while the device communicates
+    interference: Interference = NO_INTERFERENCE  # between compute and communication of a device
     launch_overhead: LaunchOverhead = NO_OVERHEAD  # compute time that each collective costs
     ranks_per_adapter: float = 1.0  # neighbours that share a network adapter
     curves: tuple[Curve, ...] = ()  # measured collectives, used instead of levels
@@ -222,7 +223,7 @@ class Cluster:
 
         The cores that would compute also copy what a device sends, so nothing overlaps.
         """
-        return dataclasses.replace(self, compute_slowdown=_STANDSTILL)
+        return dataclasses.replace(self, interference=Interference(slowdown=(_STANDSTILL, _STANDSTILL)))
 
     @property
     def watts(self) -> float | None:
