@@ -65,14 +65,20 @@ FACTORS: dict[str, dict[str, str]] = {
 }
 
 
+UNEVEN = ("dense_below", "tied")
+
+
 def of_several(case: Case) -> str:
-    """Blocks and parts of the batch depend on stages and chunks; uneven blocks are one more than chunks."""
+    """Blocks and parts of the batch depend on stages and chunks; uneven blocks are one more than chunks.
+
+    Delta nets, whose programs are the largest, are even ones.
+    """
     stages, chunks = {"p4d2": 4, "no_stages": 1}.get(case["mesh"], 2), 2 if case["chunks"] == "two_chunks" else 1
     few = max(stages, 2)
     parts = few if case["parts"] == "few_parts" else 2 * few if chunks > 1 else few + 1
     name = "interleaved" if chunks > 1 and case["order"] == "1f1b" else None
     return (
-        f"model.num_layers={stages * chunks + (case['blocks'] != 'even')} model.moe.moe_layer_freq=1 "
+        f"model.num_layers={stages * chunks + (case['blocks'] in UNEVEN)} model.moe.moe_layer_freq=1 "
         f"train.grad_accumulation={parts}{f' schedule.pipeline={name}' if name else ''}"
     )
 

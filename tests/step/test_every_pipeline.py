@@ -32,8 +32,8 @@ OTHERS = {
     "model.embedding_multiplier=3 model.residual_multiplier=0.5 model.logits_scaling=1.5",
     "documents, in pairs": "model.num_layers=3 schedule.pipeline=coscheduled_split model.moe.first_k_dense_replace=1 "
     "data.mask_documents=true data.seq_len=24 model.vocab_size=8 optimizer.qk_clip=1",
-    # delta nets, which meet all settings above, are blocks like them
-    "Mamba-2 in every other block, and documents": f"{MAMBA} model.num_layers=4 schedule.pipeline=zero_bubble "
+    # delta nets, which meet all settings above, are blocks like them, in stages of as many blocks
+    "Mamba-2 in every other block, and documents": f"{MAMBA} model.num_layers=3 schedule.pipeline=zero_bubble "
     "data.mask_documents=true data.seq_len=24 model.vocab_size=8 schedule.remat=dots",
     # the second of six blocks is attention alone, and the fourth Mamba-2
     "blocks of a mixer alone": f"{MAMBA} model.mamba.attn_layer_period=6 model.mamba.mixer_only_offsets=[1,3] "

@@ -10,6 +10,7 @@ from moe_jax.config.layer_layout import Stages
 from moe_jax.models.parameters import init_params, stored
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.step.trainer import INIT_OPTIONS, make_trainer
+from tests.compiled import NEWER_EMITTERS
 from tests.small import small_config
 
 
@@ -26,11 +27,11 @@ def test_devices_that_draw_parts_get_the_same_numbers(data: int, expert: int) ->
 
 
 def test_numbers_are_the_same_with_all_optimisations() -> None:
-    """Checked for one block: LLVM compiles the generator once for each array."""
+    """Checked for one block: LLVM compiles the generator once for each array. With a run's own emitters."""
     few_arrays = {"num_layers": 1, "activation": "gelu", "tie_word_embeddings": True}
     model = small_config(1, 1, model=few_arrays, moe_layer_freq=1).model
     few, all_of_them = (
         jax.jit(lambda: init_params(model, 0), compiler_options=options)()
-        for options in (INIT_OPTIONS["cpu"], {"xla_backend_optimization_level": 3})
+        for options in (INIT_OPTIONS["cpu"], {"xla_backend_optimization_level": 3, **NEWER_EMITTERS})
     )
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(few), jax.device_get(all_of_them))
