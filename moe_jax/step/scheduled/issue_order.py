@@ -19,7 +19,7 @@ class IssueOrder:
 
     def after_compute(self, x: jax.Array) -> jax.Array:
         """Return `x`, the input of a compute task, ordered after the previous compute task."""
-        return self._depend(x, self._last_compute)
+        return self.after(x, self._last_compute)
 
     def record_compute(self, result: jax.Array) -> None:
         """Record the result of a compute task; a result without elements is ignored, since nothing can depend on it."""
@@ -30,7 +30,7 @@ class IssueOrder:
 
         `only_starts`: the collective is only started here, and its start is ordered like a compute task, too.
         """
-        x = self._depend(x, self._last_comm)
+        x = self.after(x, self._last_comm)
         return self.after_compute(x) if only_starts else x
 
     def after_over_tensor(self, x: jax.Array) -> jax.Array:
@@ -38,7 +38,7 @@ class IssueOrder:
 
         They may overlap with exchanges, which have other links; XLA:CPU overlaps no collectives.
         """
-        return self.after_comm(x) if self._platform == "cpu" else self._depend(x, self._last_over_tensor)
+        return self.after_comm(x) if self._platform == "cpu" else self.after(x, self._last_over_tensor)
 
     def record_over_tensor(self, result: jax.Array) -> None:
         """Record the result of a gather or sum over tensor ranks; one without elements is ignored."""
@@ -75,5 +75,6 @@ class IssueOrder:
         """Record the end of a loop: the next collective starts after it."""
         self._last_comm = self._last_comm if end_n is None else end_n
 
-    def _depend(self, x: jax.Array, earlier: jax.Array | None) -> jax.Array:
-        return x if earlier is None or not x.size else depend_on(x, earlier, self._platform)
+    def after(self, x: jax.Array, earlier: jax.Array | None) -> jax.Array:
+        """Return `x` unchanged, but only available after `earlier` exists; arrays without elements are ignored."""
+        return x if earlier is None or not x.size or not earlier.size else depend_on(x, earlier, self._platform)
