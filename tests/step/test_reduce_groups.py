@@ -165,13 +165,13 @@ def test_a_single_device_sums_nothing():
 @pytest.mark.parametrize(
     ("mesh", "expected"),
     [
-        ("data 8", [["bias", "norm", "scale"], ["up"], ["out"]]),
-        ("2 × 4", [["bias"], ["up"], ["norm", "scale"], ["out"]]),
-        ("expert 8", [["norm", "scale"], ["out"]]),
+        ("data 8", [["up"], ["out"], ["bias", "norm", "scale"]]),
+        ("2 × 4", [["up"], ["out"], ["norm", "scale"], ["bias"]]),
+        ("expert 8", [["out"], ["norm", "scale"]]),
     ],
 )
 def test_small_gradients_travel_together(mesh, expected):
-    """One sum for all norms and scales of a block, not one each: starting a collective costs time."""
+    """One sum for all norms and scales of a block, not one each: starting a collective costs time. It is the last."""
     paths = [path for path, _ in jax.tree.leaves_with_path(SHAPES, is_leaf=is_shape)]
     vectors = reduction_of(MESHES[mesh], None).vectors
     assert [[paths[number][-1].key for number in vector.leaves] for vector in vectors] == expected

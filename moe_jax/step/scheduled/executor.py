@@ -89,7 +89,7 @@ class Tasks:
         self.share: Callable[[int], jax.Array]  # block → each expert's share of the block's (token, choice) pairs
         self.loss_form = LossForm.of(dims.config)
         self.losses = no_loss(self.loss_form)  # of the head
-        self.order = IssueOrder(dims.compute.platform)
+        self.order = IssueOrder(dims.compute.platform, gathers=gathering is not None)
         self.transfers = RowTransfers(dims, self.pullbacks, self.lane_overflow)
         self.gathering = gathering
         self.awaits_rows = False  # whether backward attend tasks wait for their rows before any computation

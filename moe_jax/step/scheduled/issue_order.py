@@ -2,35 +2,50 @@
 collectives.
 """
 
+from collections import deque
+
 import jax
 import jax.numpy as jnp
 
 from moe_jax.parallel.ordering import depend_on
 
+_TASKS_TO_HIDE = 2  # compute tasks that a collective may run beside on TPUs
+
 
 class IssueOrder:
     """Adds a dependency from each task to the previous one on its stream."""
 
-    def __init__(self, platform: str):
-        self._platform = platform
+    def __init__(self, platform: str, gathers: bool = False):
+        """`gathers`: the weights of blocks are gathered by tasks."""
+        self._platform, self._awaits_comm = platform, gathers and platform == "tpu"
         self._last_compute: jax.Array | None = None  # result of the previous compute task
         self._last_comm: jax.Array | None = None  # result of the previous collective
         self._last_over_tensor: jax.Array | None = None  # the same of gathers and sums of rows over tensor ranks
+        self._last_awaited: jax.Array | None = None  # result of the last collective but gathers of parameters
+        # the same before each of the latest compute tasks
+        self._comm_before: deque[jax.Array | None] = deque(maxlen=_TASKS_TO_HIDE)
 
     def after_compute(self, x: jax.Array) -> jax.Array:
-        """Return `x`, the input of a compute task, ordered after the previous compute task."""
-        return self._depend(x, self._last_compute)
+        """Return `x`, the input of a compute task, ordered after the previous compute task.
+
+        If TPUs gather weights, also after the exchanges and sums that were issued before the task before that one:
+        XLA:TPU starts collectives as late as possible, one at a time, and those that nothing in a loop's iteration
+        reads would all be at its end. Gathers are there: the memory is in use until then.
+        """
+        x = self.after(x, self._last_compute)
+        return self.after(x, self._comm_before[0]) if self._awaits_comm and self._comm_before else x
 
     def record_compute(self, result: jax.Array) -> None:
         """Record the result of a compute task; a result without elements is ignored, since nothing can depend on it."""
         self._last_compute = result if result.size else self._last_compute
+        self._comm_before.append(self._last_awaited)
 
     def after_comm(self, x: jax.Array, only_starts: bool = False) -> jax.Array:
         """Return `x`, the input of a collective, ordered after the previous collective.
 
         `only_starts`: the collective is only started here, and its start is ordered like a compute task, too.
         """
-        x = self._depend(x, self._last_comm)
+        x = self.after(x, self._last_comm)
         return self.after_compute(x) if only_starts else x
 
     def after_over_tensor(self, x: jax.Array) -> jax.Array:
@@ -38,7 +53,7 @@ class IssueOrder:
 
         They may overlap with exchanges, which have other links; XLA:CPU overlaps no collectives.
         """
-        return self.after_comm(x) if self._platform == "cpu" else self._depend(x, self._last_over_tensor)
+        return self.after_comm(x) if self._platform == "cpu" else self.after(x, self._last_over_tensor)
 
     def record_over_tensor(self, result: jax.Array) -> None:
         """Record the result of a gather or sum over tensor ranks; one without elements is ignored."""
@@ -48,9 +63,13 @@ class IssueOrder:
             self.record_comm(result)
         self._last_over_tensor = result
 
-    def record_comm(self, result: jax.Array, only_starts: bool = False) -> None:
-        """Record the result of a collective, or of its start."""
+    def record_comm(self, result: jax.Array, only_starts: bool = False, is_awaited: bool = True) -> None:
+        """Record the result of a collective, or of its start.
+
+        `is_awaited`: later compute tasks wait for it, although they do not need it (see `after_compute`).
+        """
         self._last_comm = result
+        self._last_awaited = result if is_awaited else self._last_awaited
         if only_starts:
             self._last_compute = result
 
@@ -75,5 +94,6 @@ class IssueOrder:
         """Record the end of a loop: the next collective starts after it."""
         self._last_comm = self._last_comm if end_n is None else end_n
 
-    def _depend(self, x: jax.Array, earlier: jax.Array | None) -> jax.Array:
-        return x if earlier is None or not x.size else depend_on(x, earlier, self._platform)
+    def after(self, x: jax.Array, earlier: jax.Array | None) -> jax.Array:
+        """Return `x` unchanged, but only available after `earlier` exists; arrays without elements are ignored."""
+        return x if earlier is None or not x.size or not earlier.size else depend_on(x, earlier, self._platform)

@@ -112,7 +112,7 @@ def _gathered(gathers: Sequence[ParamGather], shards: Sequence[jax.Array], order
     else:
         flat_n = order.after_comm(flat_shards(gathers, shards))
         whole = gather_flat(gathers, flat_n, [shard.shape for shard in shards])
-    order.record_comm(whole[0])
+    order.record_comm(whole[0], is_awaited=False)
     return lambda: whole
 
 

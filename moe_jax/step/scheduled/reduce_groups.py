@@ -101,6 +101,8 @@ class Reduction:
                 for number in numbers
                 if number not in small
             ]
+        # the largest first: tasks become shorter towards the end of a block's backward pass
+        vectors.sort(key=lambda vector: -sum(sizes[number] for number in vector.leaves))
         totals = [sum(sizes[number] for number in vector.leaves) // vector.ranks for vector in vectors]
         item_bytes = [_ITEM_BYTES * vector.ranks for vector in vectors]
         slices = [vector.slices for vector in vectors]

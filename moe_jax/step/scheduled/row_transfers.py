@@ -82,11 +82,14 @@ class RowTransfers:
         """Exchange the sizes, then the rows, of one microbatch; cotangents by the pullback, which has the sizes."""
         key, exchange = (action.op, action.block, p), self._dims.ragged_exchange
         if action.direction == "B":
+            first, *others = floats_of(piece)
             if action.op == "combine":
-                again = self._lane_overflow.send_again(action.block, p, order.after_comm)
+                # sent before the cotangents exist, these few rows would hide behind their computation instead of them
+                again = self._lane_overflow.send_again(
+                    action.block, p, lambda rows_R: order.after_comm(order.after(rows_R, first))
+                )
                 if again is not None:
                     order.record_comm(again)
-            first, *others = floats_of(piece)
             _, d = self._pullbacks.stored.pop(key)([order.after_comm(first), *others])
             if action.op == "dispatch":
                 return ExpertRows(d[0])

@@ -1,0 +1,37 @@
+"""Which tasks of a scheduled step wait for which, beyond what they compute with."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from moe_jax.step.scheduled.issue_order import IssueOrder
+from moe_jax.step.scheduled.jaxpr_utils import needed_for
+
+SENT = 3  # collectives, each issued before a compute task
+
+
+def issued(platform: str, *, gathers: bool) -> list[list[str]]:
+    """Issue collectives ("sin") and compute tasks ("cos") in turn, which share no data; return what each task needs."""
+
+    def step(sent: list[jax.Array], computed: list[jax.Array]) -> list[jax.Array]:
+        order, results = IssueOrder(platform, gathers), []
+        for x, y in zip(sent, computed, strict=True):
+            order.record_comm(jnp.sin(order.after_comm(x)))
+            results.append(jnp.cos(order.after_compute(y)))
+            order.record_compute(results[-1])
+        return results
+
+    arrays = [jnp.ones(2)] * SENT
+    program = jax.make_jaxpr(step)(arrays, arrays).jaxpr
+    return [[eqn.primitive.name for eqn in needed_for([out], program.eqns)] for out in program.outvars]
+
+
+@pytest.mark.parametrize(
+    ("platform", "gathers", "collectives"),
+    [("tpu", True, [0, 1, 1]), ("tpu", False, [0, 0, 0]), ("gpu", True, [0, 0, 0])],
+)
+def test_where_tpus_gather_weights_compute_waits_for_earlier_collectives(platform, gathers, collectives):
+    """XLA:TPU starts collectives as late as possible: without this, most would be at the end of an iteration."""
+    needed = issued(platform, gathers=gathers)
+    assert [names.count("cos") for names in needed] == [1, 2, 3]
+    assert [names.count("sin") for names in needed] == collectives
