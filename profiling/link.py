@@ -3,6 +3,7 @@ neighbours, and the compute that exchanges cost.
 """
 
 import functools
+import itertools
 import math
 import statistics
 import threading
@@ -36,7 +37,9 @@ Wait = Callable[[], None]
 class Link:
     """Exchanges over the link of a harness's mesh, and gathers over its tensor ranks."""
 
-    def __init__(self, harness: Harness):
+    def __init__(self, harness: Harness, share: float = 1.0):
+        """`share` of a core is what each process has."""
+        self._share = share
         self._tensor = harness.config.mesh.sizes["tensor"]
         self._on_mesh = functools.partial(jax.shard_map, mesh=harness.mesh, out_specs=REPLICATED, check_vma=False)
         box.set_data_rate(_UNTHROTTLED)
@@ -108,30 +111,33 @@ class Link:
         """Measure the compute that starting and finishing takes, on an unthrottled link.
 
         Half of what threads of the process compute for each collective, whatever its size, counts as starting, and half
-        as finishing. What they compute for each byte is in the slowdown of concurrent compute.
+        as finishing. What they compute for each byte is in the slowdown of concurrent compute. Counted is the time of a
+        core: a process that computes all the time takes as long for it as for any other work, by its share of a core.
         """
         times = [self._handled_s(size) for size in _SIZES]
         start, finish, threads = (fit_linear(_SIZES, own).line for own in zip(*times, strict=True))
-        return [(same(line.alpha_s + threads.alpha_s / 2), same(line.beta_s)) for line in (start, finish)]
+        ends = [(line.alpha_s + threads.alpha_s / 2, line.beta_s) for line in (start, finish)]
+        return [(same(alpha_s / self._share), same(beta_s / self._share)) for alpha_s, beta_s in ends]
 
     def _handled_s(self, num_bytes: int) -> tuple[float, ...]:
-        """Return seconds of starting one exchange, of finishing it, and of the threads in between.
+        """Return seconds of a core for starting one exchange, for finishing it, and for the threads in between.
 
         Several exchanges in a row are compared with one.
         """
         found = []
         for count in (1, _IN_A_ROW):
-            started, finished, threads = [], [], []
+            started, finished, threads = list[float](), list[float](), list[float]()
             for _ in range(_REPEATS + 1):
                 multihost_utils.sync_global_devices("start")
-                begin, computed_s = time.perf_counter(), time.process_time()
+                moments = [time.process_time()]
                 finish = self._start(num_bytes, count)
-                started.append(time.perf_counter() - begin)
+                moments.append(time.process_time())
                 time.sleep(count * _ARRIVED_S)
-                begin = time.perf_counter()
+                moments.append(time.process_time())
                 finish()
-                finished.append(time.perf_counter() - begin)
-                threads.append(time.process_time() - computed_s - started[-1] - finished[-1])
+                moments.append(time.process_time())
+                for taken, (begin, end) in zip((started, threads, finished), itertools.pairwise(moments), strict=True):
+                    taken.append(end - begin)
             found.append([statistics.median(times[1:]) for times in (started, finished, threads)])
         each_s = ((many - one) / (_IN_A_ROW - 1) for one, many in zip(*found, strict=True))
         return tuple(max(seconds, 1e-6) for seconds in each_s)

@@ -102,6 +102,14 @@ MUTATIONS = (
         ["tests/step/test_moving_average.py"],
     ),
     Mutation(
+        "gathers_in_any_order",
+        "step/context.py",
+        'key=lambda name: (name == "embedding", name))',
+        'key=lambda name: name == "embedding")',
+        "processes gather the head and the last norm in different orders, and end",
+        ["tests/step/test_hash_seeds.py"],
+    ),
+    Mutation(
         "padding_in_means",
         "step/context.py",
         "is_text_Bn = ~token_marks.padding(input_Bn)",
@@ -583,6 +591,14 @@ MUTATIONS = (
         "on TPUs each rank holds the sum that belongs to another one",
         ["tests/parallel/test_reductions.py"],
     ),
+    Mutation(
+        "sum_by_all_ranks_at_once",
+        "parallel/reductions/background.py",
+        "return others if sizes.get(Axis.TENSOR, 1) > 1 else ()",
+        "return ()",
+        "each number leaves a node twice",
+        ["tests/parallel/test_several_axes.py", "-k", "other"],
+    ),
     # parallel/tensor_dispatch
     Mutation(
         "rows_by_target",
@@ -656,6 +672,14 @@ MUTATIONS = (
         'shape.tasks_of("B", stage) for stage',
         "the backward pass begins with the microbatch that is ready last",
         ["tests/schedule/test_policies.py"],
+    ),
+    Mutation(
+        "collectives_start_at_once",
+        "schedule/simulation.py",
+        "end_s[stream] += later_s[stream]",
+        "end_s[stream] += 0.0",
+        "plans take collectives next to compute for as fast as those that compute waits for",
+        ["tests/plan/test_simulate.py", "-k", "delay"],
     ),
     # schedule/pipelines
     Mutation(

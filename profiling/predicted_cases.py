@@ -99,6 +99,13 @@ class LinkTimes:
     finish: tuple[float, float]
     in_node: LineTimes | None = None
 
+    @staticmethod
+    def of(plain: dict[str, Any]) -> "LinkTimes":
+        """Read from the values of a result file."""
+        in_node = plain["in_node"] and LineTimes(**plain["in_node"])
+        ends = {name: (plain[name][0], plain[name][1]) for name in ("start", "finish")}
+        return LinkTimes(between=LineTimes(**plain["between"]), in_node=in_node, **ends)
+
     def cluster(self) -> Cluster:
         """Return a cluster of two processes joined by this link, or of two nodes of two processes."""
         near = self.in_node or self.between

@@ -5,21 +5,27 @@
 Two processes in network namespaces are the cluster. The planner's inputs are measured separately from the steps that it
 predicts: tasks of each model on each mesh, timed without communication (`benchmark_harness.profiled`); and the duration
 of exchanges, alone and next to compute, and what each takes from compute (`link.Link`). Then training steps of
-every model, mesh, policy, degree, chunk size and rate of the link alternate. Each runs after a step of compute alone,
-the pace of which scales the profile, and is compared with `plan.estimate`. A case is a model and a rate: the step that
-is predicted to be fastest is compared with the fastest step measured. Experts have a slot for every token, as in
-configs/bench/box.yaml, so a microbatch moves no more than its share. Writes results/predicted_steps.json and .png.
+every model, mesh, policy, degree, chunk size and rate of the link alternate. Each runs after a step of compute alone;
+the median pace of these, at each rate, scales the profile. Each step is compared with `plan.estimate`. A case is a
+model and a rate: the step that is predicted to be fastest is compared with the fastest step measured. Experts have a
+slot for every token, as in configs/bench/box.yaml, so a microbatch moves no more than its share. Writes
+results/predicted_steps.json and .png.
 
     sudo .venv/bin/python profiling/predicted_steps.py --processes 4
 
 Four processes are two nodes of two tensor ranks: rows are gathered and summed between neighbours, over links of
 --node-rate, while others are exchanged between nodes (FSMoE's three streams). Attention's own collectives over tensor
 ranks are part of the profiled tasks. Writes results/predicted_streams.json and .png.
+
+    .venv/bin/python profiling/predicted_steps.py --processes 4 --predict
+
+predicts the steps of the last result again, from what was measured for it, for instance after the planner changed.
 """
 
 import argparse
 import dataclasses
 import itertools
+import json
 import statistics
 import tempfile
 from collections.abc import Iterator
@@ -30,7 +36,7 @@ import box
 from benchmark_harness import Harness, Profile, Step, print_once, profiled, seconds_per_step
 from count_argument import check_least
 from link import Link, slowest
-from predicted_cases import MESHES, MODELS, VARIANTS, TaskTimes, config_of, predicted_step_s, variants_on
+from predicted_cases import MESHES, MODELS, VARIANTS, LinkTimes, TaskTimes, config_of, predicted_step_s, variants_on
 from predicted_summary import summary, table, write_picture
 from results_file import RESULTS, write_result
 
@@ -70,7 +76,7 @@ def compare_on_mesh(
     times = TaskTimes(profile.tasks, profile.rest_s)
     times.write(path)
     print_once(f"{model}, {mesh} axis: profiled")
-    link = Link(harness)
+    link = Link(harness, _SHARE if arguments.processes == 4 else 1.0)
     links = {rate: link.times(rate, profile) for rate in rates}
     settings = [*arguments.overrides, f"schedule.task_times={path}"]
     configs = {variant: config_of(model, mesh, *settings, *VARIANTS[variant]) for variant in variants_on(mesh)}
@@ -78,8 +84,9 @@ def compare_on_mesh(
     print_once(f"{model}, {mesh} axis: compiled")
     seconds = rounds(steps, profile, rates, arguments.rounds)
     for (rate, link_times), (variant, config) in itertools.product(links.items(), configs.items()):
-        # The pace of the machine changes from minute to minute: predictions use the pace measured next to each step.
-        pace = statistics.median(alone_s for alone_s, _ in seconds[rate, variant]) / profile.step_s
+        # The pace of the machine changes from minute to minute: predictions use the pace measured between these steps.
+        alone = (alone_s for other in configs for alone_s, _ in seconds[rate, other])
+        pace = statistics.median(alone) / profile.step_s
         yield {
             **{"model": model, "mesh": mesh, "way": variant, "rate_mbit": rate / 1e6, "pace": pace},
             "predicted_s": predicted_step_s(config, times, pace, link_times, path),
@@ -103,6 +110,24 @@ def rounds(
     return seconds
 
 
+def predicted_again(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a result, each predicted from its measurements."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "times.json"
+        for row in result["rows"]:
+            known = result["known"][f"{row['model']}, {row['mesh']}"]
+            times, link = TaskTimes.of(known), LinkTimes.of(known["links"][f"{row['rate_mbit']:.0f}"])
+            times.write(path)
+            settings = [f"schedule.task_times={path}", *VARIANTS[row["way"]]]
+            config = config_of(row["model"], row["mesh"], *settings)
+            yield {
+                **{name: row[name] for name in ("model", "mesh", "way", "rate_mbit", "pace")},
+                "predicted_s": predicted_step_s(config, times, row["pace"], link, path),
+                "measured_s": [row["measured_s"]],
+                **{"times": dataclasses.asdict(times), "link": dataclasses.asdict(link)},
+            }
+
+
 def main() -> None:
     """Run the box, print the table, and write JSON and a picture to results/."""
     parser = CommandParser(prog="python profiling/predicted_steps.py", description=__doc__)
@@ -112,6 +137,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5, help="default 5")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
+    parser.add_argument("--predict", action="store_true", help="predict the steps of the last result again")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings for all models")
     box.add_arguments(parser)
     arguments = parser.parse_intermixed_args()
@@ -124,11 +150,17 @@ def main() -> None:
     box.parse_rate(arguments.node_rate, "--node-rate")
     if arguments.processes not in MESHES:
         raise ConfigError(f"--processes={arguments.processes}: this benchmark has 2 processes, or 4 in two nodes")
-    settings = box.box_from(arguments, limits_cpu=arguments.processes == 4)
-    result, name = summary(box.run_in_box(settings)), _RESULTS[settings.processes]
+    name = _RESULTS[arguments.processes]
+    if arguments.predict:
+        last = json.loads((RESULTS / f"{name}.json").read_text())
+        found, settings = list(predicted_again(last)), last["box"]
+    else:
+        in_box = box.box_from(arguments, limits_cpu=arguments.processes == 4)
+        found, settings = box.run_in_box(in_box), dataclasses.asdict(in_box)
+    result = summary(found)
     print(table(result))
     print(f"written: {write_picture(result, RESULTS / f'{name}.png')}")
-    write_result(name, result | {"box": dataclasses.asdict(settings)})
+    write_result(name, result | {"box": settings})
 
 
 if __name__ == "__main__":
