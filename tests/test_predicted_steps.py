@@ -1,5 +1,6 @@
 """What the benchmark of predicted steps makes of its measurements."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "profiling"))  # its programs find each other there
 
 from predicted_cases import LineTimes, LinkTimes
+from predicted_steps import predicted_again
 from predicted_summary import summary, table
 
 from moe_jax.schedule.simulation import Interference
@@ -47,3 +49,9 @@ def test_neighbours_have_a_link_of_their_own() -> None:
     node, between = cluster.levels
     assert (node.devices, node.bytes_per_s, between.devices, between.bytes_per_s) == (2, 1e8, 4, 1e7)
     assert cluster.interference == Interference(slowdown=(1.1, 1.0), start_s=(2e-3, 1e-3))
+
+
+def test_the_result_has_what_the_planner_predicts_from_its_measurements() -> None:
+    result = json.loads((Path(__file__).parents[1] / "profiling/results/predicted_streams.json").read_text())
+    again = [row["predicted_s"] for row in predicted_again(result)]
+    assert again == pytest.approx([row["predicted_s"] for row in result["rows"]], rel=2e-3)

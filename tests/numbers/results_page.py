@@ -185,6 +185,7 @@ COMPILED = {
     ),
 }
 
+_streams = result("predicted_streams")
 _steps, _h100, _v5p_memory, _gpu = (
     result(name) for name in ("predicted_steps", "memory_h100", "memory_v5p", "gpu_hlo_h200_1x1x1")
 )
@@ -210,6 +211,11 @@ PREDICTED = {
     "96 steps of two processes": (
         f"{_steps['configurations']} {hundreds(_steps['median_error'])} {hundreds(_steps['ninth_decile_of_errors'])} "
         f"{hundreds(max(case['over_fastest'] for case in _steps['cases'].values()))}"
+    ),
+    "60 steps of four processes": (
+        f"{_streams['configurations']} {hundreds(_streams['median_error'])} "
+        f"{hundreds(_streams['ninth_decile_of_errors'])} "
+        f"{hundreds(max(case['over_fastest'] for case in _streams['cases'].values()))}"
     ),
     "a step of 4 blocks of Mixtral": (
         f"{_gpu['coarse']['blocks']} {_gpu['fine']['blocks']} "
