@@ -805,8 +805,8 @@ MUTATIONS = (
     Mutation(
         "collectives_untied",
         "step/scheduled/issue_order.py",
-        "x = self._depend(x, self._last_comm)",
-        "x = self._depend(x, None)",
+        "x = self.after(x, self._last_comm)",
+        "x = self.after(x, None)",
         "collectives run in another order than the schedule's",
         ["tests/step/test_races.py"],
     ),
