@@ -358,6 +358,23 @@ for _plan, _piece, _words in (
     _names = ("memory predicted", "memory compiled", "memory of", "step predicted", "step compiled")
     table("plan.md", "| plan (", {_piece: " ".join([_words, *(_text[name] for name in _names)])})
 
+# docs/fully_sharded.md
+_ordered = "unified+weight_grad+grad_reduce"
+_box = {name: row["step_s"]["median"] for name, row in result("fully_sharded_box")["variants"].items()}
+table(
+    "fully_sharded.md",
+    "| step | s |",
+    {
+        step: _digits(_box[name], _box[name] / _box[_ordered])
+        for step, name in {
+            "whole parameters, plain order": "vanilla",
+            "whole parameters, `unified`": _ordered,
+            "fully sharded, plain order": "vanilla+sharded",
+            "fully sharded, `unified`": f"{_ordered}+sharded",
+        }.items()
+    },
+)
+
 # docs/recovery.md
 _chaos, _lost, _peer, _fewer = (result(name) for name in ("chaos", "node_loss", "lost_peer", "elastic"))
 _kind = _chaos["by_kind"]

@@ -91,6 +91,10 @@ def _fully_sharded() -> list[Piece]:
     ]
 
 
+def _fully_sharded_box() -> list[Piece]:
+    return [("fully_sharded.md", f"over links of {result('fully_sharded_box')['rate_mbit']:.0f} Mbit/s")]
+
+
 def _fully_sharded_plans() -> list[Piece]:
     plans = result("fully_sharded_plans")["plans"].values()
     any_mesh, no_stages = (
@@ -288,6 +292,7 @@ SENTENCES = [
     *_scope(),
     *_exchange(),
     *_fully_sharded(),
+    *_fully_sharded_box(),
     *_fully_sharded_plans(),
     *_offloaded(),
     *_pipelines(),
