@@ -110,6 +110,15 @@ def rounds(
     return seconds
 
 
+def last_result(path: Path) -> dict[str, Any]:
+    """Return the last result. Raises ConfigError if there is none, or one without its measurements."""
+    result = json.loads(path.read_text()) if path.exists() else {}
+    of_lines = [line.get("between") for known in result.get("known", {}).values() for line in known["links"].values()]
+    if not of_lines or None in of_lines:
+        raise ConfigError(f"--predict: {path.name} has no measurements to predict from: run without --predict first")
+    return result
+
+
 def predicted_again(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the rows of a result, each predicted from its measurements."""
     with tempfile.TemporaryDirectory() as folder:
@@ -152,7 +161,7 @@ def main() -> None:
         raise ConfigError(f"--processes={arguments.processes}: this benchmark has 2 processes, or 4 in two nodes")
     name = _RESULTS[arguments.processes]
     if arguments.predict:
-        last = json.loads((RESULTS / f"{name}.json").read_text())
+        last = last_result(RESULTS / f"{name}.json")
         found, settings = list(predicted_again(last)), last["box"]
     else:
         in_box = box.box_from(arguments, limits_cpu=arguments.processes == 4)

@@ -9,9 +9,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "profiling"))  # its programs find each other there
 
 from predicted_cases import LineTimes, LinkTimes
-from predicted_steps import predicted_again
+from predicted_steps import last_result, predicted_again
 from predicted_summary import summary, table
 
+from moe_jax.errors import ConfigError
 from moe_jax.schedule.simulation import Interference
 
 
@@ -55,3 +56,14 @@ def test_the_result_has_what_the_planner_predicts_from_its_measurements() -> Non
     result = json.loads((Path(__file__).parents[1] / "profiling/results/predicted_streams.json").read_text())
     again = [row["predicted_s"] for row in predicted_again(result)]
     assert again == pytest.approx([row["predicted_s"] for row in result["rows"]], rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    "content", [None, '{"rows": []}', '{"known": {"small, data": {"links": {"100": {"alpha_s": 0.1}}}}}']
+)
+def test_a_result_without_measurements_is_refused(content: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "predicted_steps.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=r"--predict: predicted_steps\.json has no measurements"):
+        last_result(path)

@@ -55,8 +55,7 @@ _TRAFFIC: dict[Kind, Priority] = {
     "gather_in_node": Priority.DATA,
     "scatter_in_node": Priority.DATA,
 }
-# over tensor ranks: of rows, and of gradients that are summed between nodes, too
-_IN_NODE: tuple[Kind, ...] = ("gather_rows", "scatter_rows", "gather_in_node", "scatter_in_node")
+_IN_NODE: tuple[Kind, ...] = ("gather_rows", "scatter_rows", "gather_in_node", "scatter_in_node")  # of tensor ranks
 
 NOTHING = -1  # the handle of a collective from which this device receives nothing
 
