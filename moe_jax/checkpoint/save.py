@@ -22,7 +22,7 @@ from moe_jax.checkpoint.storage import BucketStorage, storage_of
 from moe_jax.distributed.processes import allgather, is_main_process
 from moe_jax.errors import CheckpointError, ConfigError, is_full_disk
 from moe_jax.files.upload import upload_now
-from moe_jax.plan.plan_text import size
+from moe_jax.plan.units import size
 from moe_jax.telemetry.run_log import RunLog
 
 RESERVED_BYTES = 10**6  # bytes that a save leaves free on the disk, for other files of a run

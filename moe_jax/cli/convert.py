@@ -38,7 +38,7 @@ from moe_jax.models.parameters import in_order, param_dims, stored_shapes
 from moe_jax.parallel.mesh import expert_axis, make_mesh, one_device_mesh
 from moe_jax.parallel.sharding import REPLICATED, partitions
 from moe_jax.paths import shown
-from moe_jax.plan.plan_text import size
+from moe_jax.plan.units import size
 from moe_jax.run.export_tokenizer import byte_tokenizer_of, special_tokens_of
 from moe_jax.run.init_from import check_source, source_params
 from moe_jax.run.run_dir import check_folder

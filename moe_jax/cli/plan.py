@@ -22,9 +22,10 @@ from moe_jax.measure.provenance import origin
 from moe_jax.paths import shown
 from moe_jax.plan.batch_size import batch_size_of
 from moe_jax.plan.clusters import PRESETS, find_cluster
-from moe_jax.plan.plan_text import plan_text, seconds
+from moe_jax.plan.plan_text import plan_text
 from moe_jax.plan.planner import Plans, plan
 from moe_jax.plan.rank_capacity import with_load
+from moe_jax.plan.units import seconds
 from moe_jax.report.planned import compile_plans
 from moe_jax.report.plots import PlotError
 from moe_jax.report.timeline import draw, predicted_bars

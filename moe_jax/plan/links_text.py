@@ -4,6 +4,7 @@ from moe_jax.config import Config
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.clusters.hardware import Level
 from moe_jax.plan.estimate import estimate
+from moe_jax.plan.units import seconds
 
 
 def links_text(config: Config, cluster: Cluster) -> str | None:
@@ -19,7 +20,7 @@ def links_text(config: Config, cluster: Cluster) -> str | None:
     experts = " Uneven shares of experts would change no exchange." if config.model.moe.num_experts else ""
     return (
         f"{'; '.join(slow)}; collectives over these links wait for the slowest. "
-        f"With equal links this plan would take {1e3 * equal_s:.3g} ms.{experts}"
+        f"With equal links this plan would take {seconds(equal_s)}.{experts}"
     )
 
 

@@ -11,6 +11,7 @@ from moe_jax.plan.rank_capacity import has_buffers, prices
 from moe_jax.plan.search import Candidate
 from moe_jax.plan.speeds_text import speeds_text
 from moe_jax.plan.traffic import traffic
+from moe_jax.plan.units import amount, seconds, size
 
 _COLUMNS = (
     "mesh",
@@ -27,7 +28,6 @@ _COLUMNS = (
 _SHOWN = 8
 _WORTH_PRINTING = 0.99  # of the planned forward pass: ranges that save less are not printed
 _KWH_PER_BILLION = 1e9 / 3.6e6  # kilowatt hours of a billion tokens, for each joule of a token
-_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def plan_text(plans: Plans) -> str:
@@ -221,19 +221,3 @@ def _why_not(candidate: Candidate, best: Candidate) -> str:
     if ratio < 1.005:
         return "as fast"
     return f"{ratio:.2f} ×: {seconds(more[name])} more {name}"
-
-
-def seconds(value: float) -> str:
-    """Format seconds with a suitable unit."""
-    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} µs"
-
-
-def amount(value: float) -> str:
-    """Format an amount, without fractions if it is large."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def size(num_bytes: float) -> str:
-    """Format bytes in the largest unit with a nonzero digit before the point."""
-    factor, unit = next((each for each in _UNITS if round(num_bytes / each[0], 1) >= 1), _UNITS[-1])
-    return f"{num_bytes / factor:.1f} {unit}"

@@ -10,6 +10,7 @@ from moe_jax.errors import ConfigError
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.estimate import estimate
 from moe_jax.plan.rank_speeds import first_counts, rank_speeds
+from moe_jax.plan.units import seconds
 
 _UNSHARDED: dict[str, Any] = {"zero": 0, "zero_axes": None}  # as replicas need
 
@@ -67,7 +68,7 @@ def _other_shares(config: Config, cluster: Cluster, speeds: tuple[float, ...], c
 
 
 def _seconds(config: Config, cluster: Cluster) -> str:
-    return f"{1e3 * estimate(config, cluster).step_s:.3g} ms"
+    return seconds(estimate(config, cluster).step_s)
 
 
 def _migrating(config: Config, **settings: Any) -> Config:

@@ -17,8 +17,9 @@ from moe_jax.config.yaml_io import to_yaml
 from moe_jax.measure.targets import Target, TargetError, check_compiler, find_target
 from moe_jax.plan.candidates import divisors
 from moe_jax.plan.clusters import PRESETS, Cluster
-from moe_jax.plan.plan_text import amount, plan_text, seconds, size
+from moe_jax.plan.plan_text import plan_text
 from moe_jax.plan.planner import PlanError, Plans, plan
+from moe_jax.plan.units import amount, seconds, size
 from moe_jax.report.compiled import Compiled, CompileError, Job, analyse, compile_job
 
 _MOST = 3  # the most plans that are compiled for one that fits

@@ -21,9 +21,9 @@ from moe_jax.parallel.mesh import Axis
 from moe_jax.plan.activation_memory import fuses_if_unrolled, longest_loop
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.memory import StepMemory, step_memory
-from moe_jax.plan.plan_text import size
 from moe_jax.plan.rank_speeds import first_counts
 from moe_jax.plan.resources import count_parameters, train_flops_per_token
+from moe_jax.plan.units import size
 from moe_jax.run.memory_check import predicted_memory
 from moe_jax.run.profiler import steps_to_trace
 from moe_jax.run.setup import Run, compile_programs, open_run

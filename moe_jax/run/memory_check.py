@@ -8,7 +8,7 @@ import jax
 from moe_jax.errors import ConfigError
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.plan.memory import StepMemory, step_memory
-from moe_jax.plan.plan_text import size
+from moe_jax.plan.units import size
 from moe_jax.run.setup import Run
 
 _TOO_HIGH = 1.35  # the most by which predictions have exceeded the allocated memory (docs/context.md)

@@ -25,7 +25,7 @@ from moe_jax.distributed.processes import allgather, from_process, is_main_proce
 from moe_jax.errors import ConfigError, DivergedError
 from moe_jax.files.atomic import write_atomically
 from moe_jax.parallel.p2p_copy import p2p_copy_shards
-from moe_jax.plan.plan_text import size
+from moe_jax.plan.units import size
 from moe_jax.run.divergence import RollBack
 from moe_jax.run.restore_from_replicas import RUN_ID
 from moe_jax.run.setup import Run, record_facts

@@ -13,7 +13,7 @@ from moe_jax.config import Config
 from moe_jax.distributed.hosts import nodes
 from moe_jax.errors import ConfigError
 from moe_jax.paths import is_bucket_url
-from moe_jax.plan.plan_text import size
+from moe_jax.plan.units import size
 
 
 @dataclass(frozen=True)
