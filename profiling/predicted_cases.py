@@ -85,6 +85,11 @@ class LineTimes:
     busy_s: float  # added to `alpha_s` while the device computes
     slowdown: float  # of compute
 
+    def in_units_of(self, unit_s: float) -> "LineTimes":
+        """Return the same times in another unit than a second."""
+        times = {"alpha_s": self.alpha_s / unit_s, "busy_s": self.busy_s / unit_s}
+        return dataclasses.replace(self, **times, bytes_per_s=self.bytes_per_s * unit_s)
+
     def level(self, name: str, devices: int) -> Level:
         """Return the line as a level of a cluster."""
         return Level(name=name, devices=devices, bytes_per_s=self.bytes_per_s, ring=LinkCurve(self.alpha_s))
@@ -105,6 +110,15 @@ class LinkTimes:
         in_node = plain["in_node"] and LineTimes(**plain["in_node"])
         ends = {name: (plain[name][0], plain[name][1]) for name in ("start", "finish")}
         return LinkTimes(between=LineTimes(**plain["between"]), in_node=in_node, **ends)
+
+    def in_units_of(self, unit_s: float) -> "LinkTimes":
+        """Return the same times in another unit than a second."""
+        return LinkTimes(
+            between=self.between.in_units_of(unit_s),
+            start=(self.start[0] / unit_s, self.start[1] / unit_s),
+            finish=(self.finish[0] / unit_s, self.finish[1] / unit_s),
+            in_node=self.in_node and self.in_node.in_units_of(unit_s),
+        )
 
     def cluster(self) -> Cluster:
         """Return a cluster of two processes joined by this link, or of two nodes of two processes."""
@@ -131,13 +145,9 @@ class TaskTimes:
     tasks: Seconds
     rest_s: float
 
-    def write(self, path: Path, pace: float = 1.0) -> None:
-        """Write all times, multiplied by `pace`."""
-        tasks = {
-            op: {parts: {kind: pace * each_s for kind, each_s in times.items()} for parts, times in at.items()}
-            for op, at in self.tasks.items()
-        }
-        write_times(path, tasks, pace * self.rest_s)
+    def write(self, path: Path) -> None:
+        """Write all times to a file that `schedule.task_times` can name."""
+        write_times(path, self.tasks, self.rest_s)
 
     @staticmethod
     def of(plain: dict[str, Any]) -> "TaskTimes":
@@ -147,8 +157,11 @@ class TaskTimes:
 
 
 def predicted_step_s(config: Config, times: TaskTimes, pace: float, link: LinkTimes, path: Path) -> float:
-    """Predict a step on a machine that computes `pace` times as slowly; `path` is for a file that the config names."""
-    times.write(path, pace)
-    # scale the link with the compute, so that tasks keep the order of the compiled program
-    schedule = dataclasses.replace(config.schedule, link_gb_per_s=_LINK_GB_PER_S / pace, task_times=str(path))
-    return estimate(dataclasses.replace(config, schedule=schedule), link.cluster()).step_s
+    """Predict a step on a machine that computes `pace` times as slowly; `path` is for a file that the config names.
+
+    Everything is in units of `pace` seconds, in which tasks take as long as when the step was compiled. Otherwise the
+    plan could choose another order of tasks than the compiled program has.
+    """
+    times.write(path)
+    schedule = dataclasses.replace(config.schedule, task_times=str(path))
+    return pace * estimate(dataclasses.replace(config, schedule=schedule), link.in_units_of(pace).cluster()).step_s
