@@ -286,11 +286,12 @@ class Engine:
         return result
 
     def _send(self, member: Member, what: Literal["block", "total"], to: dict[int, np.ndarray]) -> None:
-        sender = self._senders[member.device, member.kind in _IN_NODE]
         for target, x in to.items():
+            sender = self._senders[member.device, member.kind in _IN_NODE]
             # integers are counts of tokens, for which the backward pass waits
             urgency = Priority.EXPERT if x.dtype.kind == "i" else _TRAFFIC[member.kind]
-            sender.submit(functools.partial(self._transport.send, _key(member, what, member.device, target), x), urgency)
+            key = _key(member, what, member.device, target)
+            sender.submit(functools.partial(self._transport.send, key, x), urgency)
 
     def _expect(self, member: Member, what: Literal["block", "total"], out: dict[int, np.ndarray]) -> None:
         for source, x in out.items():
@@ -363,8 +364,7 @@ def start_after(handle: Int32[Array, ""], kind: Kind, axes: tuple[Axis, ...]) ->
 def _place(kind: Kind, axes: tuple[Axis, ...]) -> tuple[dict[int, tuple[int, ...]], int]:
     """Return the group over `axes` of each device, and the channel of this place in the program.
 
-    Devices identify a collective by the place in the program that starts it, because independent collectives start in
-    any order.
+    The place in the program that starts a collective identifies it: independent collectives start in any order.
     """
     mesh = jax.sharding.get_abstract_mesh()
     device_of = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))

@@ -162,6 +162,25 @@ def test_urgent_jobs_overtake_others_and_none_of_their_kind():
     assert order == ["exchange 0", "exchange 1", "stage", "sum 0", "sum 1"]
 
 
+def test_counts_of_tokens_are_sent_before_gradients(monkeypatch):
+    """The backward pass waits for them, even while gradients and exchanges are always ready."""
+    background.connect(make_mesh(MeshConfig(data=1, expert=2), jax.devices()[:2]))
+    engine, ready, sent = background.engine(), threading.Event(), []
+    send = engine._transport.send
+    monkeypatch.setattr(engine._transport, "send", lambda key, x: sent.append((key.source, x.dtype)) or send(key, x))
+    engine._senders[0, False].submit(ready.wait, Priority.EXPERT)
+    gradient, count = np.ones(4, np.float32), np.ones(4, np.int32)
+    handles = [
+        engine.start("sum", device, (0, 1), channel, x, background.CollectiveShare())
+        for channel, x in enumerate((gradient, count))
+        for device in (0, 1)
+    ]
+    ready.set()
+    for handle in handles:
+        np.testing.assert_array_equal(engine.finish(handle), np.full(4, 2))
+    assert [dtype for source, dtype in sent if source == 0][:2] == [np.int32, np.float32]
+
+
 def test_a_process_that_no_other_calls_gives_up(monkeypatch):
     monkeypatch.setattr(post, "_CONNECT_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as server:
