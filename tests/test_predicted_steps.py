@@ -52,8 +52,9 @@ def test_neighbours_have_a_link_of_their_own() -> None:
     assert cluster.interference == Interference(slowdown=(1.1, 1.0), start_s=(2e-3, 1e-3))
 
 
-def test_the_result_has_what_the_planner_predicts_from_its_measurements() -> None:
-    result = json.loads((Path(__file__).parents[1] / "profiling/results/predicted_streams.json").read_text())
+@pytest.mark.parametrize("name", ["predicted_steps", "predicted_streams"])
+def test_the_result_has_what_the_planner_predicts_from_its_measurements(name: str) -> None:
+    result = json.loads((Path(__file__).parents[1] / f"profiling/results/{name}.json").read_text())
     again = [row["predicted_s"] for row in predicted_again(result)]
     assert again == pytest.approx([row["predicted_s"] for row in result["rows"]], rel=2e-3)
 
