@@ -48,7 +48,7 @@ def action_of(op_name: str) -> Action | None:
 def name_iterations(replay: Replay, schedule: Schedule) -> Replay:
     """Return the replay with the tasks of all loop iterations named as in the schedule.
 
-    Inside a loop over blocks, scopes have the names of the lowest iteration, which runs first in the forward loop and
+    Inside a loop over blocks, scopes have the names of its lowest iteration, which runs first in the forward loop and
     last in the backward loop.
     """
     inside = [task.op_name for task in replay.compute if task.iterations > 1]

@@ -2,7 +2,9 @@
 
 An iteration ends before the next one starts, so a schedule overlaps tasks only within one iteration. There are two
 exceptions: each iteration of the backward scan sums the gradients of the iteration above it, which are complete, and
-each iteration gathers the parameters of the next one.
+each iteration gathers the parameters of the next one. The backward passes of the highest and of the lowest iteration
+are outside of the scan: the highest one's follows its forward pass at once, and the last sums, which no later iteration
+hides, are hidden by the lowest one's tasks.
 """
 
 import itertools
@@ -19,7 +21,7 @@ from moe_jax.schedule.param_gathers import needs_with_release
 from moe_jax.schedule.schedule import Schedule
 from moe_jax.schedule.shape import StepShape
 
-_MIN_ITERATIONS = 3  # of a scan; the backward pass of the highest iteration is outside of it
+_MIN_ITERATIONS = 3  # of a scan; the backward passes of the highest and the lowest iteration are outside of it
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,8 @@ class ScannedSchedule(NamedTuple):
     prologue: tuple[Action, ...]  # forward, below the iterations
     forward_body: tuple[Action, ...]  # body: forward, from iteration 0 to the highest
     middle: tuple[Action, ...]  # tasks above the iterations, and the backward pass of the highest one
-    backward_body: tuple[Action, ...]  # body: backward, down to iteration 0, with reductions of the iteration above
-    epilogue: tuple[Action, ...]  # backward, below the iterations, and the remaining reductions
+    backward_body: tuple[Action, ...]  # body: backward, down to iteration 1, with reductions of the iteration above
+    epilogue: tuple[Action, ...]  # backward, of iteration 0 and below, and the remaining reductions
     reduction_body: tuple[Action, ...]  # body: reductions after the backward pass, from the highest iteration to 0
     last_reductions: tuple[Action, ...]  # reductions below the iterations, after those
     num_blocks: int  # of the model
@@ -88,7 +90,7 @@ class ScannedSchedule(NamedTuple):
             *self.prologue,
             *run(self.forward_body, range(count)),
             *self.middle,
-            *run(self.backward_body, reversed(range(count - 1))),
+            *run(self.backward_body, reversed(range(1, count - 1))),
             *self.epilogue,
             *run(self.reduction_body, reversed(range(count))),
             *self.last_reductions,
@@ -98,7 +100,7 @@ class ScannedSchedule(NamedTuple):
         """What an iteration gathers for the next one.
 
         The highest iteration of the forward scan has none above it, and gathers its own parameters again, for its
-        backward tasks. So does the lowest of the backward scan, for nothing.
+        backward tasks.
         """
         if gather.part == 0 and gather.block < self.blocks.last:
             return [gather]
@@ -143,9 +145,9 @@ def make_scanned(
 
     highest, above = blocks.count - 1, blocks.count
     top = of(forward, above) + of(backward, highest, above)
-    down, end = of(backward, 0), of(backward, -1)
+    down, end = of(backward, 0), of(backward, 0, -1)
     at_end = shape.grad_reduce == "end"
-    passes = (*of(forward, -1, 0), *top, *down, *end)
+    passes = (*of(forward, -1, 0), *top, *end)
     needs = needs_with_release(shape, (task for task in passes if stream_of(task) == Stream.COMPUTE))
     scanned = ScannedSchedule(
         blocks=blocks,
@@ -153,7 +155,7 @@ def make_scanned(
         forward_body=filled(of(forward, 0), "forward_body", []),
         middle=filled(top, "middle", [] if at_end else of(sums, above)),
         backward_body=filled(down, "backward_body", [] if at_end else of(sums, 1)),
-        epilogue=(*filled(end, "epilogue", [] if at_end else of(sums, 0, -1)), *(of(sums, above) if at_end else ())),
+        epilogue=(*filled(end, "epilogue", [] if at_end else of(sums, 1, 0, -1)), *(of(sums, above) if at_end else ())),
         reduction_body=tuple(of(sums, 0)) if at_end else (),
         last_reductions=tuple(of(sums, -1)) if at_end else (),
         num_blocks=len(shape.kinds),

@@ -6,7 +6,7 @@ from moe_jax.schedule.actions import Action, Seconds, Stream, StreamOf
 from moe_jax.schedule.dependencies import Needs
 from moe_jax.schedule.shape import StepShape, weight_gradient
 
-_MAX_DEFERRED = 8  # weight gradients deferred to the end
+_MAX_DEFERRED = 8  # weight gradients that run at the end
 
 
 def greedy(
@@ -20,9 +20,9 @@ def greedy(
     candidates are the W tasks with a B task before that compute task: they do not depend on the running exchange, nor
     it on them.
 
-    W tasks that no exchange needs follow their B task (order 1, least memory), except for the last few without a
-    reduction, which run at the end and hide the last reductions (order 2). Or all run last, oldest first, those without
-    a reduction after the others (order 3).
+    W tasks that no exchange needs follow their B task (order 1, least memory), except for the last few, which run at
+    the end and hide the last reductions, such as the embedding's (order 2): those without a reduction, if there are
+    any. Or all run last, oldest first, those without a reduction after the others (order 3).
 
     Without reductions, none of these is slower than the order in which every W follows its B (order 4), however long
     the chosen W tasks are. With reductions it can be, because a W task that waits for an exchange delays its block's
@@ -69,8 +69,8 @@ def _filled(
             else:
                 compute.append(weight)
                 free_s[stream] += seconds(weight)
-    last_local = [task for task in candidates if task in local][-_MAX_DEFERRED:]
-    deferred = [last_local[-count:] for count in range(1, len(last_local) + 1)]
+    ends = [task for task in candidates if task in local] if local else candidates
+    deferred = [ends[-count:] for count in range(1, min(_MAX_DEFERRED, len(ends)) + 1)]
     return [
         _after_their_b(compute, shape, set(candidates)),
         *(_after_their_b(compute, shape, set(candidates) - set(last)) + last for last in deferred),

@@ -76,7 +76,7 @@ def _gradients_of_part(
         inputs.loss_divisor(context),
         tokens.input_Bn.size,
     )
-    issued = plan.schedule.actions if scanned is None else (*scanned.prologue, *scanned.middle)
+    issued = plan.schedule.actions if scanned is None else (*scanned.prologue, *scanned.middle, *scanned.epilogue)
     outside = {action.block for action in issued} - {NO_BLOCK}
     blocks: dict[int, Tree] = {}  # whole weights
     gathering = _gathering(params, context, blocks) if context.is_fully_sharded else None

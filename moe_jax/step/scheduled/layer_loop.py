@@ -28,11 +28,11 @@ _Forward = tuple[list[jax.Array], Whole | None]  # the residual stream of each m
 _Backward = tuple[list[jax.Array], Tree, Whole | None]  # its cotangents, gradients, weights
 
 
-def run(actions: Iterable[Action], tasks: Tasks, sums: GradientReducer) -> None:
-    """Issue tasks in order."""
+def run(actions: Iterable[Action], tasks: Tasks, sums: GradientReducer, above: int = 0) -> None:
+    """Issue tasks in order. Their scopes have the names of blocks so many places `above`."""
     runs = {"F": tasks.forward, "B": tasks.backward, "W": tasks.weights, "P": tasks.gather_params, "G": sums.run}
     for action in actions:
-        with jax.named_scope(str(action)):
+        with jax.named_scope(str(action._replace(block=action.block + above))):
             runs[action.direction](action)
 
 
@@ -178,7 +178,9 @@ class LayerScan:
         tasks.widths = self.tasks.widths
 
     def backward(self) -> None:
-        """Run the backward scan over all iterations but the highest, whose backward tasks have run outside the scan."""
+        """Run the backward scan over all iterations but the highest and the lowest: the backward tasks of the highest
+        have run, and those of the lowest follow.
+        """
         highest = self.scan_blocks.count - 1
         self.gradients = LoopGradients(
             *(self.layout, self.shard_specs, self.params, self.scan_blocks.count if self.scanned.reduction_body else 1),
@@ -202,7 +204,7 @@ class LayerScan:
                 self._take(sums, number + 1, self.scan_blocks.size)
             for r in reversed(self.microbatches):
                 tasks.add_combine_to_residual_back(r, self.scan_blocks.first + self.scan_blocks.size)
-            run(self.scanned.backward_body, tasks, sums)
+            run(self.scanned.backward_body, tasks, sums, self.scan_blocks.size)  # as the lowest iteration's
             if late:
                 self._put_totals(sums, number + 1, self.scan_blocks.size)
             for block in self._blocks:
@@ -211,20 +213,28 @@ class LayerScan:
             return (dx, self.gradients.state, self._gathered(tasks, -1)), tasks.order.end_of_iteration()
 
         dx = [self.tasks.dx[r] for r in self.microbatches]
-        numbers = self.tasks.order.into_loop(jnp.arange(highest))
+        numbers = self.tasks.order.into_loop(jnp.arange(1, highest))
         carry = dx, self.gradients.state, self._whole(highest - 1)
-        (dx, self.gradients.state, _), ends = jax.lax.scan(step, carry, numbers, reverse=True)
+        (dx, self.gradients.state, whole), ends = jax.lax.scan(step, carry, numbers, reverse=True)
         self.tasks.order.out_of_loop(ends)
         self.tasks.dx = dict(zip(self.microbatches, dx, strict=True))
+        self.tasks.blocks |= whole or {}
+        self._restore(self.tasks, 0, self._consts(0, whole, -1))
         for r in reversed(self.microbatches):
-            self.tasks.add_combine_to_residual_back(r, self.scan_blocks.first)
-        self._take(self.sums, 0)
+            self.tasks.add_combine_to_residual_back(r, self.scan_blocks.first + self.scan_blocks.size)
+        if late:
+            self._take(self.sums, 1, self.scan_blocks.size)
 
     def reduce(self) -> None:
-        """Run the reductions that follow the backward pass."""
+        """Store the gradients of the lowest iteration, and run the reductions that follow the backward pass."""
         if not self.scanned.reduction_body:
-            self._put_totals(self.sums, 0)
+            if self.sums.loop_gradients:
+                self._put_totals(self.sums, 1, self.scan_blocks.size)
+            for block in self._blocks:
+                self.gradients.put_sum(0, block, self.sums.total(block + 1))
             return
+        for block in self._blocks:
+            self.gradients.put(0, block, self.sums.own(block + 1))
 
         def step(state: Tree, number: jax.Array) -> tuple[Tree, Tree]:
             self.gradients.state = state

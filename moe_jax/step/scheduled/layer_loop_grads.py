@@ -6,7 +6,6 @@ With ZeRO, the stack only has this device's shard: the whole gradient waits in a
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from moe_jax.parallel.trees import Tree
 from moe_jax.parallel.zero import ranks_of
@@ -43,8 +42,8 @@ class LoopGradients:
     def __init__(
         self, layout: StackLayout, shard_specs: Tree, params: Tree, waiting_iterations: int, sharded: bool = False
     ):
-        """Allocate zeros for gradients of `params`, which are shards if `sharded`. Sharded gradients wait for their sum
-        in `waiting_iterations` iterations at a time.
+        """Allocate gradients of `params`, which are shards if `sharded`. Sharded gradients wait for their sum in
+        `waiting_iterations` iterations at a time.
         """
         self.layout, self._keeps_all = layout, waiting_iterations > 1
         self._shard_specs = {place: jax.tree.leaves(tree) for place, tree in shard_specs.items()}
@@ -57,10 +56,10 @@ class LoopGradients:
                 i: shard_spec.whole_shape(leaf.shape) if sharded else leaf.shape for i, (leaf, shard_spec) in leaves
             }
             shapes = {i: shard_spec.shape(whole[i], ranks_of(shard_spec.axes)) for i, (_, shard_spec) in leaves}
-            self._sums[place] = {i: jnp.zeros(shapes[i], leaf.dtype) for i, (leaf, _) in leaves}
+            self._sums[place] = {i: jax.lax.empty(shapes[i], leaf.dtype) for i, (leaf, _) in leaves}
             periods = waiting_iterations * layout.unroll
             self._waiting[place] = {
-                i: jnp.zeros((periods, *whole[i][1:]), leaf.dtype)
+                i: jax.lax.empty((periods, *whole[i][1:]), leaf.dtype)
                 for i, (leaf, shard_spec) in leaves
                 if shard_spec.axes
             }
