@@ -1,9 +1,14 @@
 """Which tasks of a scheduled step wait for which, beyond what they compute with."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
 
+from moe_jax.config import Config
+from moe_jax.parallel.reductions import ReduceImpl
+from moe_jax.step.scheduled.grad_reduce import GradientReducer
 from moe_jax.step.scheduled.issue_order import IssueOrder
 from moe_jax.step.scheduled.jaxpr_utils import needed_for
 
@@ -35,3 +40,19 @@ def test_where_tpus_gather_weights_compute_waits_for_earlier_collectives(platfor
     needed = issued(platform, gathers=gathers)
     assert [names.count("cos") for names in needed] == [1, 2, 3]
     assert [names.count("sin") for names in needed] == collectives
+
+
+@pytest.mark.parametrize(("platform", "sums"), [("tpu", 1), ("cpu", 2)])
+def test_on_tpus_an_exchange_waits_for_the_last_large_sum(platform, sums):
+    """XLA:TPU drops the dependency of a collective on a small array, and with it on all sums before."""
+    impl = ReduceImpl(lambda x, _: (jnp.sin(x),), lambda started: started[0])
+
+    def step(large: jax.Array, small: jax.Array, rows: jax.Array) -> jax.Array:
+        dims = SimpleNamespace(config=Config(), compute=SimpleNamespace(platform=platform))
+        reducer = GradientReducer((), SimpleNamespace(dims=dims, order=IssueOrder(platform)), None)
+        for gradient in (large, small):
+            reducer._started(impl, gradient, ())
+        return reducer.tasks.order.after_comm(rows)
+
+    program = jax.make_jaxpr(step)(jnp.ones(2**16), jnp.ones(4), jnp.ones(3)).jaxpr
+    assert [eqn.primitive.name for eqn in needed_for(program.outvars, program.eqns)].count("sin") == sums

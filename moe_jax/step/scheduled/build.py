@@ -78,7 +78,7 @@ def make_plan(config: Config, mesh: Mesh) -> ScheduledPlan:
 
 def reductions_of(config: Config, mesh: Mesh, bucket_cap_mb: float | None) -> tuple[Reduction, ...]:
     """Return how the gradients of each owner are summed, in the order embedding, blocks, head."""
-    model = config.model
+    model, platform = config.model, ComputeConfig.of(config, mesh).platform
     specs, shard_specs = partitions(param_dims(model), expert_axis(config.mesh)), state_shard_specs(config, mesh)
 
     def local(shape: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
@@ -92,6 +92,7 @@ def reductions_of(config: Config, mesh: Mesh, bucket_cap_mb: float | None) -> tu
             owned(shard_specs, model, owner, lambda shard_spec, _: shard_spec.unstacked()),
             mesh.shape,
             bucket_cap_mb,
+            doubles=platform == "tpu",
         )
         for owner in range(model.num_blocks + 2)
     )

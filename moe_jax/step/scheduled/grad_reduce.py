@@ -20,6 +20,8 @@ from moe_jax.schedule.actions import NO_BLOCK, Action
 from moe_jax.step.scheduled.executor import Tasks
 from moe_jax.step.scheduled.reduce_groups import ReduceGroup, Reduction
 
+_SMALL = 2**16  # elements of a sum for which XLA:TPU keeps no order: the next collective waits for the one before
+
 
 class StartedSum(NamedTuple):
     """A sum over devices that has been started."""
@@ -150,7 +152,8 @@ class GradientReducer:
             # order, they would be XLA:GPU's critical path: it would finish them first and expose the exchanges.
             return StartedSum(impl, impl.start(x, axes))
         in_flight = impl.start(self.tasks.order.after_comm(x, impl.only_starts), axes)
-        self.tasks.order.record_comm(in_flight[-1], impl.only_starts)
+        if self.tasks.dims.compute.platform != "tpu" or x.size >= _SMALL:
+            self.tasks.order.record_comm(in_flight[-1], impl.only_starts)
         return StartedSum(impl, in_flight)
 
     def _arrived(self, started: StartedSum) -> jax.Array:
