@@ -772,6 +772,15 @@ REFUSED = {
         "migration.enabled=true with optimizer.offload_moments=true, whose moments would all be on the devices while "
         "experts move: use optimizer.offload_moments=false, or migration.enabled=false"
     ),
+    "schedule.offload_activations=true": (
+        "schedule.offload_activations=true moves what the loop over blocks of a scheduled step saves, and this step is "
+        "plain: use schedule.policy=unified without pipeline stages, or schedule.offload_activations=false"
+    ),
+    "schedule.offload_activations=true schedule.policy=unified model.num_layers=2": (
+        "schedule.offload_activations=true needs a loop of at least 3 iterations, and the longest run of equal "
+        "periods of blocks has 2, with schedule.unroll=1: use more layers, a smaller unroll, or "
+        "schedule.offload_activations=false"
+    ),
     "optimizer.name=other:rule optimizer.offload_moments=true": (
         "optimizer.offload_moments=true updates some blocks of an array at a time, and optimizer.name=other:rule may "
         "need more at once: use a built-in optimizer, or optimizer.offload_moments=false"

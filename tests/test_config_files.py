@@ -142,6 +142,7 @@ def candidates(name: str) -> Iterator[Any]:
 FIXED = {
     *("schedule.bucket_cap_mb", "schedule.microbatches", "schedule.expert_chunks", "schedule.virtual_stages"),
     *("schedule.pipeline", "schedule.head_blocks", "schedule.param_gather"),
+    "schedule.offload_activations",
     *("mesh.experts_over_context", "mesh.experts_over_tensor"),
     *("log.trace_step", "data.sources"),
     *("tune.over", "migration.enabled", "migration.rank_speeds", "exchange.hot_experts", "train.skip_spikes"),

@@ -17,6 +17,8 @@ from typing import NamedTuple
 from moe_jax.config import AttentionView, ModelConfig, Sections
 from moe_jax.errors import ConfigError
 
+# of a scan of a scheduled step; the backward passes of the highest and the lowest iteration are outside of it
+MIN_ITERATIONS = 3
 _LONGEST = 64  # blocks that a repetition may have
 
 

@@ -59,5 +59,6 @@ def memory_key(config: Sections) -> tuple[object, ...]:
     return (
         *_other_sections(config),
         *(schedule.pipeline, schedule.virtual_stages, schedule.head_blocks, schedule.remat, schedule.unroll),
+        schedule.offload_activations,
         *(facts.sends_ragged and parts > 1, parts, schedule.grad_reduce, config.step_kind, config.param_gather),
     )

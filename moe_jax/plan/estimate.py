@@ -107,7 +107,9 @@ def estimate(config: Config, cluster: Cluster) -> Estimate:
 
     def with_periods(count: int) -> Step:
         model = _with_layers(config.model, bottom + count * period + rest)
-        return Step(dataclasses.replace(config, model=model), cluster, measured)
+        # so few blocks may make no loop, which is only refused if it should be in host memory
+        schedule = dataclasses.replace(config.schedule, offload_activations=False)
+        return Step(dataclasses.replace(config, model=model, schedule=schedule), cluster, measured)
 
     count = min(periods, _PERIODS)
     steps = [with_periods(count)]

@@ -41,7 +41,7 @@ from moe_jax.plan.activation_memory import (
 from moe_jax.plan.compilers import COMPILERS
 from moe_jax.plan.gradients import ITEM_BYTES, moment_bytes, own_parameters, params_by_group
 from moe_jax.plan.hot_experts import copies_bytes
-from moe_jax.plan.offload import moments_at_once, offloaded_bytes
+from moe_jax.plan.offload import moments_at_once, offloaded_bytes, stored_activations
 from moe_jax.plan.orthogonalizing import orthogonalizing_bytes
 from moe_jax.plan.param_gathers import gathered_parameter_bytes, shard_cast_bytes
 from moe_jax.plan.recurrent import recurrent_share
@@ -54,6 +54,7 @@ from moe_jax.plan.resources import (
     with_mtp_input,
 )
 from moe_jax.plan.stage_parameters import stage_parameters_of
+from moe_jax.plan.units import size
 from moe_jax.plan.work import ITEM_BYTES as CAST_BYTES
 from moe_jax.plan.workspace_memory import head_bytes, in_blocks, period_of, working_bytes
 from moe_jax.schedule.pipelines.outline import outline_of
@@ -77,7 +78,10 @@ class StepMemory:
     head: int  # logits and their gradient
     working: int  # workspace of a block's backward pass, its exchanges included, or of an update
     lost: int  # gaps between buffers, and memory that the compiler reserves
-    on_host: int = 0  # moments in the memory of the host (`optimizer.offload_moments`), no part of the device's
+    # in the memory of the host, no part of the device's: moments, and activations (`optimizer.offload_moments`,
+    # `schedule.offload_activations`)
+    on_host: int = 0
+    activations_on_host: int = 0
 
     @property
     def parts(self) -> dict[str, int]:
@@ -90,12 +94,19 @@ class StepMemory:
         return sum(_bytes_of(self))
 
     @property
+    def host_text(self) -> str:
+        """What is in the memory of the host; empty if nothing is."""
+        found = {"moments": self.on_host, "activations": self.activations_on_host}
+        texts = [f"{size(num_bytes)} of {name}" for name, num_bytes in found.items() if num_bytes]
+        return f"{' and '.join(texts)} in host memory" if texts else ""
+
+    @property
     def state(self) -> int:
         """Bytes in use between steps."""
         return self.parameters + self.optimizer
 
 
-_PARTS = tuple(field.name for field in fields(StepMemory) if field.name not in ("moment", "on_host"))
+_PARTS = tuple(field.name for field in fields(StepMemory) if field.name != "moment" and "on_host" not in field.name)
 _bytes_of = operator.attrgetter(*_PARTS)
 
 
@@ -152,9 +163,9 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
     `mesh` has the number of devices along each axis (None: that of the config). Raises ConfigError if an axis is open.
     """
     mesh = config.mesh.sizes if mesh is None else mesh
-    for axis, size in mesh.items():
-        if size < 1:
-            raise ConfigError(f"mesh.{axis}={size} leaves memory open: say how many devices there are along this axis")
+    for axis, ranks in mesh.items():
+        if ranks < 1:
+            raise ConfigError(f"mesh.{axis}={ranks} leaves memory open: say how many devices there are along this axis")
     if config.step_facts.has_ticks:
         return pipelined_memory(config, platform, mesh)
     model, sizes, facts = config.model, sizes_of(config, platform, mesh), config.step_facts
@@ -165,6 +176,7 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
     activations = _stored_by_blocks(config, sizes, mode, in_products) + copies_bytes(config, sizes.item)
     if config.train.grad_accumulation > 1 and compiler.casts_of_parts and config.optimizer.zero < 3:
         activations += sizes.item * in_products
+    activations, on_host = stored_activations(config, platform, activations)
     gathered, own = gathered_parameter_bytes(config, mesh), own_parameters(owned_parameters(model), config, mesh)
     gathered += shard_cast_bytes(config, mesh) if compiler.casts_of_shards else 0
     gradients = gradient_memory(config, platform, mesh, count)
@@ -195,6 +207,7 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
         moment=moment,
         parameters=4 * (int(own) if config.optimizer.zero == 3 else count),
         **moments_of(owned_parameters(model), config, mesh, platform),
+        activations_on_host=int(on_host),
         batch=int(4 * sizes.sequences * config.train.grad_accumulation * (config.data.seq_len + 1)),
         **parts,
         lost=int((gaps - 1) * sum(parts.values())) + compiler.reserved_bytes,

@@ -1,11 +1,14 @@
-"""Memory of moments that are in the host's memory between updates (`optimizer.offload_moments`).
+"""Memory of moments that are in the host's memory between updates (`optimizer.offload_moments`), and of activations
+(`schedule.offload_activations`).
 
 On CPUs both memories are one.
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from moe_jax.config import Config, Sections
+from moe_jax.config.layer_layout import segments
 from moe_jax.plan.gradients import ITEM_BYTES, moment_bytes, own_parameters, parts_by_owner
 from moe_jax.plan.resources import Owned, count_parameters
 
@@ -32,3 +35,23 @@ def moments_at_once(config: Config, platform: str, mesh: Mapping[str, int]) -> f
     ends = model.vocab_size * model.hidden_size / shards["whole"]
     most = max(ends, min(matrix, max(of_block, BYTES_AT_ONCE / ITEM_BYTES)))
     return settings.facts.moments * settings.moment_bytes * most
+
+
+class StoredActivations(NamedTuple):
+    """Bytes that blocks store for the backward pass, in the memory of a device and of the host."""
+
+    on_device: float
+    on_host: float
+
+
+def stored_activations(config: Config, platform: str, total: float) -> StoredActivations:
+    """Where a step has the `total` bytes of its blocks: a device has all, or those of two iterations of the loop and
+    of blocks outside of it, while the host has those of all iterations.
+    """
+    settings = config.schedule
+    if not settings.offload_activations or platform == "cpu":
+        return StoredActivations(total, 0.0)
+    longest = max(segments(config.model), key=lambda segment: segment.repeats)
+    iterations, blocks = longest.repeats // settings.unroll, len(longest.kinds) * settings.unroll
+    of_iteration = total * blocks / config.model.num_blocks
+    return StoredActivations(total - (iterations - 2) * of_iteration, iterations * of_iteration)

@@ -70,7 +70,7 @@ def facts(plans: Plans) -> str:
         *(f"links       {text}" for text in filter(None, [links_text(plans.config, plans.cluster)])),
         *_buffers(plans),
         f"memory      {size(memory.total)} per device at its peak, {memory.moment}: {parts}"
-        + (f"; {size(memory.on_host)} of moments in host memory" if memory.on_host else "")
+        + (f"; {memory.host_text}" if memory.host_text else "")
         + ("; what devices have is not known" if device.memory_bytes is None else ""),
     ]
     if found.joules_per_token is not None:

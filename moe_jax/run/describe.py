@@ -221,7 +221,7 @@ def _memory(memory: StepMemory) -> str:
     parts = {"state": memory.state, "stored activations": memory.activations, "gradients": memory.gradients}
     parts |= {"gathered parameters": memory.gathered, "head": memory.head, "a block at work": memory.working}
     listed = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in parts.items() if num_bytes)
-    on_host = f"; moments in host memory {size(memory.on_host)}" if memory.on_host else ""
+    on_host = f"; {memory.host_text}" if memory.host_text else ""
     return f"about {size(memory.total)} per device in a step: {listed}{on_host}"
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from moe_jax.config.layer_layout import MIN_ITERATIONS
 from moe_jax.schedule.actions import Action, Seconds, Stream, StreamOf, is_param_gather, is_reduction, three_streams
 from moe_jax.schedule.build import make_schedule
 from moe_jax.schedule.dependencies import Needs, reductions_by_owner
@@ -20,8 +21,6 @@ from moe_jax.schedule.grad_buckets import fill_gaps
 from moe_jax.schedule.param_gathers import needs_with_release
 from moe_jax.schedule.schedule import Schedule
 from moe_jax.schedule.shape import StepShape
-
-_MIN_ITERATIONS = 3  # of a scan; the backward passes of the highest and the lowest iteration are outside of it
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class ScannedBlocks:
         a scan to shorten the program.
         """
         count = repeats // unroll
-        return cls(first, period * unroll, count) if count >= _MIN_ITERATIONS else None
+        return cls(first, period * unroll, count) if count >= MIN_ITERATIONS else None
 
     @property
     def last(self) -> int:

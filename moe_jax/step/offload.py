@@ -13,8 +13,7 @@ from typing import Any
 import jax
 import optax
 
-from moe_jax.errors import ConfigError
-from moe_jax.parallel.host_memory import PINNED, after, to_device, to_memory_of
+from moe_jax.parallel.host_memory import PINNED, after, check_host_memory, to_device, to_memory_of
 from moe_jax.parallel.ordering import depend_on
 from moe_jax.parallel.trees import Tree
 from moe_jax.plan.offload import BYTES_AT_ONCE
@@ -41,12 +40,7 @@ def in_host_memory(placed: Tree, parameters: Tree) -> Tree:
         found = [known[path[first:]] for first in range(len(path)) if path[first:] in known]
         if not any(map(is_offloaded, found)):
             return sharding
-        device = sharding.mesh.devices.flat[0]
-        if PINNED not in (memory.kind for memory in device.addressable_memories()):
-            raise ConfigError(
-                f"optimizer.offload_moments=true needs host memory that devices use themselves ({PINNED}), and jax "
-                f"knows none of {device.device_kind or device.platform}: use optimizer.offload_moments=false"
-            )
+        check_host_memory(sharding.mesh.devices.flat[0], "optimizer.offload_moments")
         return sharding.with_memory_kind(PINNED)
 
     return jax.tree.map_with_path(own, placed)

@@ -19,6 +19,7 @@ from moe_jax.models.parameters import init_params, stored, stored_shapes
 from moe_jax.models.placement import by_slot, first_experts
 from moe_jax.parallel import background
 from moe_jax.parallel.grad_sync import sum_over_batch
+from moe_jax.parallel.host_memory import check_host_memory
 from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, shard_random_init, shardings
 from moe_jax.parallel.trees import Params, Tree
 from moe_jax.schedule import schedule
@@ -98,6 +99,9 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     placed = shardings(mesh, layout)
     if config.optimizer.offload_moments:
         placed["optimizer"] = in_host_memory(placed["optimizer"], known_parameters(context.dims))
+
+    if config.schedule.offload_activations:
+        check_host_memory(mesh.devices.flat[0], "schedule.offload_activations")
 
     def begin(params: Params) -> State:
         where: State = {"placement": placement()} if config.migration.enabled else {}

@@ -93,6 +93,9 @@ class ScheduleConfig(HashedOnce):
     # what the backward pass recomputes, see docs/architecture.md; chunk, with pipeline stages: a model chunk's whole
     # forward pass, exchanges included
     remat: Literal["none", "dots", "full", "chunk"] = "none"
+    # what the loop over blocks of a scheduled step saves for the backward pass is in the memory of the host, but for
+    # two iterations, see docs/memory.md
+    offload_activations: bool = False
     # with mesh.pipeline above 1: the order in which stages process the parts of train.grad_accumulation, see
     # docs/pipelines.md; coscheduled works without stages, too: it overlaps one part's backward pass with the next
     # one's forward pass

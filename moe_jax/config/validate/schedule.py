@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from moe_jax.config.layer_layout import MIN_ITERATIONS, segments
 from moe_jax.config.sections import MeshConfig, Sections
 from moe_jax.config.validate.mesh import expert_ranks_text
 from moe_jax.errors import ConfigError, divisors_text
@@ -41,8 +42,29 @@ def check_schedule(config: Sections) -> None:
             f"schedule.param_gather={settings.param_gather} gathers nothing with optimizer.zero="
             f"{config.optimizer.zero}: set optimizer.zero=3, or schedule.param_gather=prefetch"
         )
+    _check_offload(config)
     _check_tasks(config)
     _check_whole_batch(config)
+
+
+def _check_offload(config: Sections) -> None:
+    """Raise ConfigError if activations should be in host memory, and no loop of a scheduled step saves any."""
+    settings, facts = config.schedule, config.step_facts
+    if not settings.offload_activations:
+        return
+    setting, off = "schedule.offload_activations=true", "schedule.offload_activations=false"
+    if facts.has_ticks or not facts.orders_tasks:
+        raise ConfigError(
+            f"{setting} moves what the loop over blocks of a scheduled step saves, and this step "
+            f"{'runs pipeline passes' if facts.has_ticks else 'is plain'}: use schedule.policy=unified without "
+            f"pipeline stages, or {off}"
+        )
+    longest = max(segment.repeats for segment in segments(config.model))
+    if longest // settings.unroll < MIN_ITERATIONS:
+        raise ConfigError(
+            f"{setting} needs a loop of at least {MIN_ITERATIONS} iterations, and the longest run of equal periods of "
+            f"blocks has {longest}, with schedule.unroll={settings.unroll}: use more layers, a smaller unroll, or {off}"
+        )
 
 
 def _check_tasks(config: Sections) -> None:

@@ -21,11 +21,14 @@ from moe_jax.step.scheduled.executor import Tasks
 from moe_jax.step.scheduled.grad_reduce import GradientReducer
 from moe_jax.step.scheduled.layer_loop_grads import LoopGradients, StackLayout
 from moe_jax.step.scheduled.param_gathering import ParamGathering
+from moe_jax.step.scheduled.saved_values import SavedValues
 from moe_jax.step.scheduled.scan_residuals import BlockConsts, ScanBody
 
 Whole = dict[int, Tree]  # gathered weights of an iteration's blocks, by the numbers of iteration 0
-_Forward = tuple[list[jax.Array], Whole | None]  # the residual stream of each microbatch, weights
-_Backward = tuple[list[jax.Array], Tree, Whole | None]  # its cotangents, gradients, weights
+# the residual stream of each microbatch, weights, saved values that are not in host memory yet
+_Forward = tuple[list[jax.Array], Whole | None, list[jax.Array]]
+# cotangents of the stream, gradients, weights, saved values that are back from host memory
+_Backward = tuple[list[jax.Array], Tree, Whole | None, list[jax.Array]]
 
 
 def run(actions: Iterable[Action], tasks: Tasks, sums: GradientReducer, above: int = 0) -> None:
@@ -147,13 +150,19 @@ class LayerScan:
         consts = jax.eval_shape(lambda: self._consts(0, whole, 1))
         self.body = ScanBody(run_forward, jax.eval_shape(lambda: x), consts)
 
+        offload = self.tasks.dims.config.schedule.offload_activations
+        self.saved = SavedValues(self.body.stacked_shapes, self.scan_blocks.count, offload)
+
         def step(carry: _Forward, number: jax.Array) -> tuple[_Forward, Tree]:
-            x, whole = carry
-            x, (of_blocks, end, whole), residuals = self.body(x, self._consts(number, whole, 1))
-            return (x, whole), (of_blocks, end, residuals)
+            x, whole, before = carry
+            x, (of_blocks, end, whole), values = self.body(x, self._consts(number, whole, 1))
+            stacked, waiting = self.saved.store(values, before)
+            return (x, whole, waiting), (of_blocks, end, stacked)
 
         numbers = self.tasks.order.into_loop(jnp.arange(self.scan_blocks.count))
-        (x, whole), ((stats, max_logits), ends, self.residuals) = jax.lax.scan(step, (x, whole), numbers)
+        carry = x, whole, self.saved.before_first()
+        (x, whole, self.saved.last), results = jax.lax.scan(step, carry, numbers)
+        (stats, max_logits), ends, self.saved.stacks = results
         self.tasks.order.out_of_loop(ends)
         self.tasks.x = dict(zip(self.microbatches, x, strict=True))
         if max_logits is not None:
@@ -167,12 +176,13 @@ class LayerScan:
         above = highest * self.scan_blocks.size
         if whole is not None:
             self.tasks.blocks |= {block + above: weights for block, weights in whole.items()}
-        self._restore(self.tasks, highest, self._consts(highest, whole, 1), above)
+        self._restore(self.tasks, self.saved.of_highest(), self._consts(highest, whole, 1), above)
 
-    def _restore(self, tasks: Tasks, iteration: int | jax.Array, consts: BlockConsts, shift: int = 0) -> None:
-        """Restore the pullbacks of a forward iteration in `tasks`; blocks' numbers grow by `shift`."""
-        residuals = [jax.lax.dynamic_index_in_dim(leaf, iteration, keepdims=False) for leaf in self.residuals]
-        pullbacks, overflows = self.body.rebuild(consts, residuals)
+    def _restore(self, tasks: Tasks, values: list[jax.Array], consts: BlockConsts, shift: int = 0) -> None:
+        """Restore the pullbacks of a forward iteration in `tasks` from its saved values; blocks' numbers grow by
+        `shift`.
+        """
+        pullbacks, overflows = self.body.rebuild(consts, values)
         tasks.pullbacks.stored |= {(op, block + shift, part): pull for (op, block, part), pull in pullbacks.items()}
         tasks.lane_overflow.overflows |= {(block + shift, part): rows for (block, part), rows in overflows.items()}
         tasks.widths = self.tasks.widths
@@ -192,10 +202,11 @@ class LayerScan:
         share_ME = self.sums.share_ME if self.moe else None  # computed outside the loop
 
         def step(carry: _Backward, number: jax.Array) -> tuple[_Backward, Tree]:
-            dx, self.gradients.state, whole = carry
+            dx, self.gradients.state, whole, fetched = carry
             consts = self._consts(number, whole, -1)
             tasks = Tasks(self.tasks.dims, None, BlockConsts(consts.blocks), gathering=self._gathering(consts, -1))
-            self._restore(tasks, number, consts)
+            self._restore(tasks, self.saved.values(number, fetched), consts)
+            fetched = self.saved.fetch(number - 1)
             sums = GradientReducer(self.sums.reductions, tasks, self._earlier(number))
             if share_ME is not None:
                 tasks.share = partial(self._of_moe_block, share_ME, number)
@@ -210,16 +221,16 @@ class LayerScan:
             for block in self._blocks:
                 self.gradients.put(number, block, sums.own(block + 1))
             dx = [tasks.dx[r] for r in self.microbatches]
-            return (dx, self.gradients.state, self._gathered(tasks, -1)), tasks.order.end_of_iteration()
+            return (dx, self.gradients.state, self._gathered(tasks, -1), fetched), tasks.order.end_of_iteration()
 
         dx = [self.tasks.dx[r] for r in self.microbatches]
         numbers = self.tasks.order.into_loop(jnp.arange(1, highest))
-        carry = dx, self.gradients.state, self._whole(highest - 1)
-        (dx, self.gradients.state, whole), ends = jax.lax.scan(step, carry, numbers, reverse=True)
+        carry = dx, self.gradients.state, self._whole(highest - 1), self.saved.fetch(highest - 1)
+        (dx, self.gradients.state, whole, fetched), ends = jax.lax.scan(step, carry, numbers, reverse=True)
         self.tasks.order.out_of_loop(ends)
         self.tasks.dx = dict(zip(self.microbatches, dx, strict=True))
         self.tasks.blocks |= whole or {}
-        self._restore(self.tasks, 0, self._consts(0, whole, -1))
+        self._restore(self.tasks, self.saved.values(0, fetched), self._consts(0, whole, -1))
         for r in reversed(self.microbatches):
             self.tasks.add_combine_to_residual_back(r, self.scan_blocks.first + self.scan_blocks.size)
         if late:
