@@ -241,6 +241,15 @@ table(
 )
 table(
     "memory.md",
+    "| activations, compiled for |",
+    {
+        f"{where}, h100": _digits(found["allocated_gb"], found["planned_gb"], found["host_temporaries_gb"])
+        for where, key in (("on the device", "device"), ("in host memory", "host"))
+        for found in (result("offload_h100_1x1x8")["activations"][key],)
+    },
+)
+table(
+    "memory.md",
     "sequences of 2,048",
     {
         name: f"{found['blocks']} {found['sequences']} "
@@ -359,6 +368,24 @@ for _plan, _piece, _words in (
     table("plan.md", "| plan (", {_piece: " ".join([_words, *(_text[name] for name in _names)])})
 
 # docs/fully_sharded.md
+
+
+def _sharded(row: dict) -> str:
+    hidden = f" {_digits(row['gathers_exposed_ms'], row['gathers_ms'])}" if row["gathers"] else ""
+    exposed = f"{row['exposed_ms']:.2f} {hundreds(row['exposed_share'])}{hidden}"
+    return f"{_digits(row['step_ms'], row['communication_ms'], digits=1)} {exposed} " + _digits(
+        row["allocated_gb"], row["planned_gb"], digits=1
+    )
+
+
+table(
+    "fully_sharded.md",
+    "| `optimizer.zero` | step, ms |",
+    {
+        f"{stage}: ": f"{stage} {_sharded(row)}"
+        for stage, row in result("fully_sharded_olmoe_v5p_2x2x2")["stages"].items()
+    },
+)
 _ordered = "unified+weight_grad+grad_reduce"
 _box = {name: row["step_s"]["median"] for name, row in result("fully_sharded_box")["variants"].items()}
 table(

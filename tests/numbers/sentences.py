@@ -1,7 +1,7 @@
 """What sentences of README.md and docs/ must say of results: page, and pieces of its text."""
 
 from tests.numbers.results_page import WHOLE_4, kept
-from tests.numbers.stored import hundreds, planned_gb, variants
+from tests.numbers.stored import hundreds, variants
 from tests.results import result
 
 Piece = tuple[str, str]
@@ -66,28 +66,12 @@ def _exchange() -> list[Piece]:
 
 
 def _fully_sharded() -> list[Piece]:
-    whole, ahead, block = (result("fully_sharded_v5p_2x2x2")["stages"][name] for name in ("0", "3", "3, block"))
-
-    def of(row: dict) -> str:
-        return f"{row['step_ms']:.1f} ms"
-
-    def exposed(row: dict) -> str:
-        return f"{row['exposed_ms']:.2f} of {row['communication_ms']:.1f} ms"
-
+    whole, moments, parameters = (result("fully_sharded_olmoe_v5p_2x2x2")["stages"][name] for name in ("0", "1", "3"))
+    errors = [row["planned_gb"] / row["allocated_gb"] - 1 for row in (parameters, moments, whole)]
     return [
-        (
-            "fully_sharded.md",
-            f"Whole parameters: {of(whole)} a step, {exposed(whole)} of communication exposed, "
-            f"{whole['allocated_gb']:.1f} GB",
-        ),
-        (
-            "fully_sharded.md",
-            f"`prefetch`: {of(ahead)}, {exposed(ahead)} exposed, {ahead['allocated_gb']:.1f} GB (planned: "
-            f"{planned_gb('3'):.1f}). Gathers take {ahead['gathers_ms']:.2f} ms, of which "
-            f"{ahead['gathers_exposed_ms']:.2f} ms are exposed",
-        ),
-        ("fully_sharded.md", f"`block`: {of(block)}, {exposed(block)} exposed, {block['allocated_gb']:.1f} GB"),
-        ("fully_sharded.md", f"{ahead['synchronous_gathers']} of {ahead['gathers']} gathers are synchronous"),
+        ("fully_sharded.md", f"{parameters['synchronous_gathers']} of {parameters['gathers']} gathers are synchronous"),
+        ("fully_sharded.md", f"Plans are {hundreds(errors[0], 0)} % too high for stage 3"),
+        ("fully_sharded.md", f"{hundreds(-errors[1], 0)} and {hundreds(-errors[2], 0)} % too low for stages 1 and 0"),
     ]
 
 
@@ -114,7 +98,9 @@ def _offloaded() -> list[Piece]:
     assert gpu.keys() == {"copy-start", "fusion-start"}, "all are asynchronous"
     assert tpu == {"copy-start": whole, "dynamic-slice-start": some / 2, "dynamic-update-slice-start": some / 2}
     text = f"For both, all {whole + some} copies are asynchronous: {whole} of whole arrays, and {some} of some blocks"
-    return [("memory.md", text)]
+    stacks = result("offload_h100_1x1x8")["activations"]["host"]["copies"]
+    assert stacks.keys() == {"fusion-start"}
+    return [("memory.md", text), ("memory.md", f"All {stacks['fusion-start']} copies are asynchronous")]
 
 
 def _pipelines() -> list[Piece]:
