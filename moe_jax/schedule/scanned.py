@@ -108,13 +108,18 @@ class ScannedSchedule(NamedTuple):
 
 
 def make_scanned(
-    policy: str, shape: StepShape, blocks: ScannedBlocks, seconds: Seconds, stream_of: StreamOf = three_streams
+    policy: str,
+    shape: StepShape,
+    blocks: ScannedBlocks,
+    seconds: Seconds,
+    stream_of: StreamOf = three_streams,
+    gathers_early: bool = False,
 ) -> tuple[Schedule, ScannedSchedule]:
     """Order a step whose equal blocks run in scans. Returns the whole list of tasks, and its parts.
 
-    Arguments are those of `make_schedule`, and the blocks of the scan. The order is that of a model with two
-    iterations: the lower one stands for all iterations that have one above them, the upper one for the highest. Raises
-    ScheduleError.
+    Arguments are those of `make_schedule`, the blocks of the scan, and whether its iterations have memory for the next
+    one's parameters besides their own (`gathers_early`). The order is that of a model with two iterations: the lower
+    one stands for all iterations that have one above them, the upper one for the highest. Raises ScheduleError.
     """
     more = blocks.size * (blocks.count - 2)
 
@@ -137,7 +142,7 @@ def make_scanned(
             return tuple(tasks)
         is_body = part in ("forward_body", "backward_body")
         own = {
-            task: _in_body(needs[task], task, tasks, shape, blocks) if is_body else needs[task]
+            task: _in_body(needs[task], task, tasks, shape, blocks, gathers_early) if is_body else needs[task]
             for task in [*tasks, *more]
         }
         return _with_more(tasks, more, own, seconds, stream_of)
@@ -191,19 +196,27 @@ def _gathers(shape: StepShape, blocks: ScannedBlocks) -> dict[str, list[Action]]
 
 
 def _in_body(
-    needs: frozenset[Action], task: Action, tasks: Sequence[Action], shape: StepShape, blocks: ScannedBlocks
+    needs: frozenset[Action],
+    task: Action,
+    tasks: Sequence[Action],
+    shape: StepShape,
+    blocks: ScannedBlocks,
+    gathers_early: bool,
 ) -> frozenset[Action]:
     """What a task of a scan body waits for. The iteration before has gathered its parameters; it gathers those of the
     next one.
 
     The next parameters get the memory of this iteration's own, so with "prefetch" a gather waits for the last task that
-    computes with these: a gather that is earlier needs other memory, and compilers copy it at the iteration's end. With
-    "block" it waits for all tasks.
+    computes with these: a gather that is earlier needs other memory, and compilers copy it at the iteration's end. That
+    is cheap beside a gather between nodes, so with `gathers_early` it waits for nothing. With "block" it waits for all
+    tasks.
     """
     if not is_param_gather(task):
         return frozenset(need for need in needs if not is_param_gather(need))
     if shape.param_gather == "block":
         return frozenset(tasks)
+    if gathers_early:
+        return frozenset()
     own = task.block if task.part else task.block - blocks.size
     users = (user for user in tasks if user.direction in ("F", "B"))
     return frozenset(user for user in users if (user.op, user.block) == (task.op, own))

@@ -98,6 +98,18 @@ def test_iterations_gather_for_the_next_one(kinds, grad_reduce, gather):
     assert len(again) == len(set(again)) == len([task for task in shape.param_gathers if task.part == 1])
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_early_gathers_need_memory_of_their_own(early):
+    """An iteration's experts compute after the next one's weights were gathered, where gathers may take long."""
+    shape, blocks = make_shape("unified", ("moe",) * 5, 2, param_gather="prefetch"), ScannedBlocks.of(0, 1, 5, 1)
+    schedule, scanned = make_scanned("unified", shape, blocks, seconds_of(shape), gathers_early=early)
+    check(schedule)
+    for body in (scanned.forward_body, scanned.backward_body):
+        (gather,) = (i for i, task in enumerate(body) if is_param_gather(task) and task.op == "expert")
+        users = [i for i, task in enumerate(body) if task.direction in "FB" and task.op == "expert"]
+        assert (gather < max(users)) == early
+
+
 def test_names_are_read_again():
     for name in ("P.embed.0", "P.attend.3.0", "P.expert.3.1", "P.head.0"):
         assert str(Action.parse(name)) == name

@@ -62,14 +62,16 @@ def make_plan(config: Config, mesh: Mesh) -> ScheduledPlan:
     """
     settings = config.schedule
     reductions = reductions_of(config, mesh, settings.bucket_cap_mb if settings.grad_reduce == "bucketed" else None)
-    shape = step_shape(config, mesh.shape, [len(reduction.chunks) for reduction in reductions])
     platform = ComputeConfig.of(config, mesh).platform
+    shape = step_shape(config, mesh.shape, [len(reduction.chunks) for reduction in reductions])
     sent = [reduction.sent_bytes(mesh.shape) for reduction in reductions]
     gathered = gathered_bytes(config, mesh.shape)
     times = order_times(config, mesh.shape, platform, sent, measured_times(config), gathered)
     scanned, stream_of = None, step_streams(config, mesh.shape, platform)
     if scan_blocks := scanned_blocks(config)[1]:
-        schedule, scanned = make_scanned(settings.policy, shape, scan_blocks, times.of(shape), stream_of)
+        schedule, scanned = make_scanned(
+            *(settings.policy, shape, scan_blocks, times.of(shape), stream_of), gathers_early=platform == "gpu"
+        )
     else:
         schedule = make_schedule(settings.policy, shape, times.of(shape), stream_of)
     check(schedule)
