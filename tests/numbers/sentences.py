@@ -70,10 +70,18 @@ def _fully_sharded() -> list[Piece]:
     errors = [row["planned_gb"] / row["allocated_gb"] - 1 for row in (parameters, moments, whole)]
     gpus = [result(f"fully_sharded_olmoe_h100_{layout}")["stages"]["3"] for layout in ("1x1x8", "1x8x8")]
     one, eight = (f"of {row['communication_ms']:.1f} ms ({hundreds(row['exposed_share'])} %)" for row in gpus)
+    cube = result("fully_sharded_olmoe_v5p_4x4x4")["stages"]["3"]
     synchronous = " and ".join(str(row["synchronous_gathers"]) for row in gpus)
     return [
         ("fully_sharded.md", f"{gpus[0]['exposed_ms']:.2f} {one} are exposed on 8 H100"),
         ("fully_sharded.md", f"{gpus[1]['exposed_ms']:.1f} {eight} on 8 nodes"),
+        (
+            "fully_sharded.md",
+            f"{cube['synchronous_gathers']} of {cube['gathers']} gathers are synchronous, {cube['exposed_ms']:.2f} of "
+            f"{cube['communication_ms']:.1f} ms are exposed ({hundreds(cube['exposed_share'])} %), "
+            f"{cube['gathers_exposed_ms']:.2f} of them gathers, and {cube['allocated_gb']:.1f} GB are allocated "
+            f"(planned: {cube['planned_gb']:.1f})",
+        ),
         ("fully_sharded.md", f"XLA:GPU makes {synchronous} of {gpus[0]['gathers']} gathers synchronous"),
         ("fully_sharded.md", f"{parameters['synchronous_gathers']} of {parameters['gathers']} gathers are synchronous"),
         ("fully_sharded.md", f"Plans are {hundreds(errors[0], 0)} % too high for stage 3"),
