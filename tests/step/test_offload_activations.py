@@ -18,7 +18,7 @@ LOOP = "schedule.policy=unified schedule.microbatches=2 schedule.offload_activat
 CASES = {
     "sharded parameters": "mesh.data=2 model.num_layers=4 model.moe.moe_layer_freq=1 optimizer.zero=3 "
     "schedule.weight_grad=greedy schedule.grad_reduce=bucketed",
-    "recomputed tasks, blocks below and above": "mesh.data=1 mesh.tensor=2 model.num_layers=8 "
+    "recomputed tasks, blocks below and above": "mesh.data=2 model.num_layers=8 "
     "model.moe.moe_layer_freq=1 model.moe.first_k_dense_replace=1 schedule.unroll=2 schedule.remat=full",
 }
 
