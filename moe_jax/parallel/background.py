@@ -140,9 +140,10 @@ class Engine:
         member, handle = self._member(kind, device, group_P, channel), next(self._handles) % 2**31
         with jax.profiler.TraceAnnotation(STARTED, collective=_key(member, "block", device, device).trace):
             result = self._start(member, x, part)
-        if part.receives:
-            self._results[handle] = result
-        return handle if part.receives else NOTHING
+        if not part.receives:
+            return NOTHING
+        self._results[handle] = result
+        return handle
 
     def start_after(self, kind: Kind, device: int, group_P: tuple[int, ...], channel: int, earlier: int) -> int:
         """Start a collective of the result of an earlier one, once it is there, and return its handle."""
@@ -287,11 +288,9 @@ class Engine:
 
     def _send(self, member: Member, what: Literal["block", "total"], to: dict[int, np.ndarray]) -> None:
         for target, x in to.items():
-            sender = self._senders[member.device, member.kind in _IN_NODE]
-            # integers are counts of tokens, for which the backward pass waits
-            urgency = Priority.EXPERT if x.dtype.kind == "i" else _TRAFFIC[member.kind]
-            key = _key(member, what, member.device, target)
-            sender.submit(functools.partial(self._transport.send, key, x), urgency)
+            send = functools.partial(self._transport.send, _key(member, what, member.device, target), x)
+            urgency = Priority.EXPERT if x.dtype.kind == "i" else _TRAFFIC[member.kind]  # counts, which are awaited
+            self._senders[member.device, member.kind in _IN_NODE].submit(send, urgency)
 
     def _expect(self, member: Member, what: Literal["block", "total"], out: dict[int, np.ndarray]) -> None:
         for source, x in out.items():
@@ -368,7 +367,8 @@ def _place(kind: Kind, axes: tuple[Axis, ...]) -> tuple[dict[int, tuple[int, ...
     """
     mesh = jax.sharding.get_abstract_mesh()
     device_of = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
-    last, ranks = [mesh.axis_names.index(axis) for axis in axes], math.prod(mesh.shape[axis] for axis in axes)
+    last = [mesh.axis_names.index(axis) for axis in axes]
+    ranks = math.prod(mesh.shape[axis] for axis in axes)
     groups = np.moveaxis(device_of, last, range(-len(last), 0)).reshape(-1, ranks).tolist()
     group_of = {device: tuple(group) for group in groups for device in group}
     if not hasattr(_places, "count"):
@@ -379,9 +379,9 @@ def _place(kind: Kind, axes: tuple[Axis, ...]) -> tuple[dict[int, tuple[int, ...
 
 
 def _started(hand_over: Callable[..., np.ndarray], *operands: jax.Array) -> Int32[Array, ""]:
-    mesh, handle = jax.sharding.get_abstract_mesh(), jax.ShapeDtypeStruct((), jnp.int32)
+    device = jax.lax.axis_index(jax.sharding.get_abstract_mesh().axis_names)
     with jax.named_scope(START_SCOPE):
-        return call(hand_over, handle, jax.lax.axis_index(mesh.axis_names), *operands)
+        return call(hand_over, jax.ShapeDtypeStruct((), jnp.int32), device, *operands)
 
 
 def finish(handle: Int32[Array, ""], result: jax.ShapeDtypeStruct) -> Shaped[Array, "..."]:
@@ -395,6 +395,6 @@ def finish(handle: Int32[Array, ""], result: jax.ShapeDtypeStruct) -> Shaped[Arr
 
 
 def engine() -> Engine:
-    """Return the engine that `connect` made."""
+    """Return the connected engine."""
     assert _engine is not None, "connect the mesh first"
     return _engine

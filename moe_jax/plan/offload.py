@@ -11,6 +11,7 @@ from moe_jax.config import Config, Sections
 from moe_jax.config.layer_layout import segments
 from moe_jax.plan.gradients import ITEM_BYTES, moment_bytes, own_parameters, parts_by_owner
 from moe_jax.plan.resources import Owned, count_parameters
+from moe_jax.schedule.scanned import ScannedBlocks
 
 BYTES_AT_ONCE = 2**27  # of a float32 moment that are on the device: of as many blocks as fit, but at least one
 
@@ -48,10 +49,8 @@ def stored_activations(config: Config, platform: str, total: float) -> StoredAct
     """Where a step has the `total` bytes of its blocks: a device has all, or those of two iterations of the loop and
     of blocks outside of it, while the host has those of all iterations.
     """
-    settings = config.schedule
-    if not settings.offload_activations or platform == "cpu":
+    _, loop = ScannedBlocks.of_longest(segments(config.model), config.schedule.unroll)
+    if not config.schedule.offload_activations or platform == "cpu" or loop is None:
         return StoredActivations(total, 0.0)
-    longest = max(segments(config.model), key=lambda segment: segment.repeats)
-    iterations, blocks = longest.repeats // settings.unroll, len(longest.kinds) * settings.unroll
-    of_iteration = total * blocks / config.model.num_blocks
-    return StoredActivations(total - (iterations - 2) * of_iteration, iterations * of_iteration)
+    of_iteration = total * loop.size / config.model.num_blocks
+    return StoredActivations(total - (loop.count - 2) * of_iteration, loop.count * of_iteration)

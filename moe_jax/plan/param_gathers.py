@@ -58,8 +58,7 @@ def shard_cast_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     there is no cast or no loop. They are what XLA:TPU casts once, before the loop.
     """
     facts, dtype, model = config.step_facts, config.train.compute_dtype, config.model
-    longest = max(segments(model), key=lambda run: run.repeats)
-    loop = ScannedBlocks.of(0, len(longest.kinds), longest.repeats, config.schedule.unroll)
+    _, loop = ScannedBlocks.of_longest(segments(model), config.schedule.unroll)
     if config.param_gather == "none" or dtype == "float32" or not facts.orders_tasks or loop is None:
         return 0.0
     shards = parts_of(config, mesh)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from moe_jax.config.layer_layout import MIN_ITERATIONS
+from moe_jax.config.layer_layout import MIN_ITERATIONS, Segment
 from moe_jax.schedule.actions import Action, Seconds, Stream, StreamOf, is_param_gather, is_reduction, three_streams
 from moe_jax.schedule.build import make_schedule
 from moe_jax.schedule.dependencies import Needs, reductions_by_owner
@@ -43,6 +43,13 @@ class ScannedBlocks:
         """
         count = repeats // unroll
         return cls(first, period * unroll, count) if count >= MIN_ITERATIONS else None
+
+    @classmethod
+    def of_longest(cls, runs: Sequence[Segment], unroll: int) -> "tuple[int, ScannedBlocks | None]":
+        """The number of the run with most periods, and its blocks as iterations."""
+        number, longest = max(enumerate(runs), key=lambda run: run[1].repeats)
+        first = sum(len(run.kinds) * run.repeats for run in runs[:number])
+        return number, cls.of(first, len(longest.kinds), longest.repeats, unroll)
 
     @property
     def last(self) -> int:

@@ -138,13 +138,13 @@ def test_a_large_gradient_keeps_its_shape(dim, bucket_cap_mb, taken):
     assert spec is not None
 
 
-@pytest.mark.parametrize(("doubles", "rows"), [(True, [64] * 4), (False, [80, 88, 88])])
-def test_slices_of_tpus_have_a_power_of_two_of_rows(doubles, rows):
+@pytest.mark.parametrize(("powers_of_two", "rows"), [(True, [64] * 4), (False, [80, 88, 88])])
+def test_slices_of_tpus_have_a_power_of_two_of_rows(powers_of_two, rows):
     """An odd number of tiles in a large slice is scattered synchronously there."""
     shapes = {"head": jax.ShapeDtypeStruct((2048, 50304), jnp.float32)}
     specs, sizes = {"head": PartitionSpec()}, {"data": 2, "expert": 4, "tensor": 1, "context": 1}
     spec = {"head": ShardSpec(0, (Axis.DATA, Axis.EXPERT))}
-    reduction = Reduction.of(shapes, specs, spec, sizes, 200, doubles)
+    reduction = Reduction.of(shapes, specs, spec, sizes, 200, powers_of_two)
     vectors = reduction.vectors_of({"head": jax.ShapeDtypeStruct((2048, 50304), jnp.float32)})
     taken = [jax.eval_shape(lambda x, n=n: reduction.take([x], n)[0], *vectors) for n in range(len(reduction.chunks))]
     assert [x.shape for x in taken] == [(8, each, 50304) for each in rows]

@@ -94,7 +94,7 @@ def reductions_of(config: Config, mesh: Mesh, bucket_cap_mb: float | None) -> tu
             owned(shard_specs, model, owner, lambda shard_spec, _: shard_spec.unstacked()),
             mesh.shape,
             bucket_cap_mb,
-            doubles=platform == "tpu",
+            powers_of_two=platform == "tpu",
         )
         for owner in range(model.num_blocks + 2)
     )
@@ -113,10 +113,7 @@ def measured_times(config: Config) -> Mapping[str, TaskStage]:
 
 def scanned_blocks(config: Config) -> tuple[int, ScannedBlocks | None]:
     """Return the segment with most periods, and its blocks as scan iterations, or None if a loop is not worthwhile."""
-    runs = segments(config.model)
-    number, longest = max(enumerate(runs), key=lambda run: run[1].repeats)
-    first = sum(len(run.kinds) * run.repeats for run in runs[:number])
-    return number, ScannedBlocks.of(first, len(longest.kinds), longest.repeats, config.schedule.unroll)
+    return ScannedBlocks.of_longest(segments(config.model), config.schedule.unroll)
 
 
 def owned(tree: Tree, model: ModelConfig, owner: int, take: Callable[[Any, int], Any]) -> Tree:

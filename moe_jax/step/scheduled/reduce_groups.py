@@ -55,12 +55,13 @@ class GradientBucket(NamedTuple):
         whole: tuple[int, ...],
         spec: ShardSpec,
         cap_mb: float | None,
-        doubles: bool,
+        powers_of_two: bool,
     ) -> "GradientBucket":
         """The bucket of one gradient, in its own shape if that has whole tiles and a bucket holds one of its rows.
 
-        `doubles`: slices have a power of two of rows, if that divides the gradient. XLA:TPU halves a reduce-scatter
-        until its parts fit; where that leaves no whole tiles it scatters synchronously, and moves the rest.
+        `powers_of_two`: slices have a power of two of rows, if that divides the gradient. XLA:TPU halves a
+        reduce-scatter until its parts fit; where that leaves no whole tiles it scatters synchronously, and moves the
+        rest.
         """
         shard, flat = spec.shape(whole, ranks), cls(over, ranks, (leaf,))
         limit = elements_of(cap_mb, _ITEM_BYTES * ranks, math.prod(shard))
@@ -69,8 +70,9 @@ class GradientBucket(NamedTuple):
         if len(shard) < 2 or limit < shard[-1] or not in_tiles:
             return flat
         of_first = math.prod(shard[1:])  # elements at an index of the first dimension
-        rows = [_ROWS << bits for bits in reversed(range(shard[-2].bit_length())) if shard[-2] % (_ROWS << bits) == 0]
-        slices: tuple[int, ...] = (*(each * shard[-1] for each in (rows if doubles and rows else [_ROWS])), shard[-1])
+        counts = [1 << bits for bits in reversed(range(shard[-2].bit_length()))] if powers_of_two else []
+        rows = [each * _ROWS for each in counts if shard[-2] % (each * _ROWS) == 0] or [_ROWS]
+        slices: tuple[int, ...] = (*(each * shard[-1] for each in rows), shard[-1])
         if len(shard) > 2 and (not spec.axes or spec.dim > 0):
             slices = (of_first, *slices[0 if of_first % slices[0] == 0 else 1 :])
         return flat._replace(shard=shard, slices=slices)
@@ -92,10 +94,10 @@ class Reduction:
         shard_specs: Tree,
         mesh_shape: Mapping[str, int],
         bucket_cap_mb: float | None,
-        doubles: bool = False,
+        powers_of_two: bool = False,
     ) -> "Reduction":
         """Build the reduction of gradients with these shapes (per device), in chunks of at most `bucket_cap_mb` MB
-        (None: no limit). `doubles`: those of TPUs, see `GradientBucket.of_large`.
+        (None: no limit). `powers_of_two`: those of TPUs, see `GradientBucket.of_large`.
 
         Each device gets only its own shard of the sum of a gradient that `shard_specs` shards. Gradients of parameters
         that no other device has are not summed.
@@ -115,7 +117,9 @@ class Reduction:
             small = tuple(number for number in numbers if sizes[number] < _SMALL)
             vectors += [GradientBucket(over, ranks, small)] if small else []
             vectors += [
-                GradientBucket.of_large(over, ranks, number, wholes[number], spec_of[number], bucket_cap_mb, doubles)
+                GradientBucket.of_large(
+                    over, ranks, number, wholes[number], spec_of[number], bucket_cap_mb, powers_of_two
+                )
                 for number in numbers
                 if number not in small
             ]
