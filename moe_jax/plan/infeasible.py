@@ -10,6 +10,7 @@ from moe_jax.errors import UserError
 from moe_jax.plan.candidates import Reason, Refused, mesh_text, meshes, on_meshes
 from moe_jax.plan.clusters import Cluster, find_cluster
 from moe_jax.plan.memory import parameter_bytes
+from moe_jax.plan.rank_capacity import with_smaller_buffers
 from moe_jax.plan.resources import count_parameters
 from moe_jax.plan.search import PlanSearch
 
@@ -57,11 +58,21 @@ def no_plan_message(search: PlanSearch, refused: list[Refused]) -> str:
 
 
 def _cure(search: PlanSearch) -> str:
-    """Settings that would make the model fit, or the next larger cluster of the same kind that has enough memory."""
+    """What would make the model fit: settings that are closed, a larger cluster, shorter sequences, smaller buffers."""
     closed = [name for name in _SAVING if name not in search.draft.open]
     more_open = dataclasses.replace(search.draft, open=search.draft.open | set(closed))
     if closed and _fits_at_all(dataclasses.replace(search, draft=more_open)):
         return f"use {' '.join(f'{name}=auto' for name in closed)}"
+    cure = _larger_or_shorter(search)
+    for less in with_smaller_buffers(search.draft):
+        if _fits_at_all(dataclasses.replace(search, draft=less)):
+            factor = less.exchange.rank_capacity_factor
+            return f"{cure}; or use exchange.rank_capacity_factor={factor}, and drop the rows beyond it"
+    return cure
+
+
+def _larger_or_shorter(search: PlanSearch) -> str:
+    """The next larger cluster of the same kind that has enough memory, or shorter sequences."""
     train, device = search.draft.train, search.cluster.device
     optimizer = search.draft.optimizer
     moments = 0 if optimizer.offload_moments else optimizer.facts.least_moments

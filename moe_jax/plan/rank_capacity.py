@@ -40,6 +40,13 @@ def with_load(draft: Draft, load: float) -> Draft:
     return dataclasses.replace(planned, exchange=exchange)
 
 
+def with_smaller_buffers(draft: Draft) -> Iterator[Draft]:
+    """The draft with each smaller factor that holds its load, from the largest down. Rows beyond it are dropped."""
+    if draft.model.moe.num_experts and draft.model.moe.sends_sized_rows:
+        for factor in _smaller(draft.exchange.rank_capacity_factor, draft.plan.load_factor):
+            yield dataclasses.replace(draft, exchange=dataclasses.replace(draft.exchange, rank_capacity_factor=factor))
+
+
 def has_buffers(config: Config) -> bool:
     """Whether rows are sent to buffers of a fixed size, whose factor has a price."""
     moe = config.model.moe
@@ -48,11 +55,13 @@ def has_buffers(config: Config) -> bool:
 
 def prices(found: Estimate) -> Iterator[Price]:
     """The same plan with each smaller factor that holds its load."""
-    config, least = found.config, found.config.plan.load_factor
-    factor = config.exchange.rank_capacity_factor
-    for smaller in reversed(_FACTORS):
-        if smaller >= least and (factor is None or smaller < factor):
-            exchange = dataclasses.replace(config.exchange, rank_capacity_factor=smaller)
-            other = dataclasses.replace(config, exchange=exchange)
-            memory = step_memory(other, found.cluster.device.platform, other.mesh.sizes)
-            yield Price(smaller, estimate(other, found.cluster).step_s, memory.total)
+    config = found.config
+    for smaller in _smaller(config.exchange.rank_capacity_factor, config.plan.load_factor):
+        other = dataclasses.replace(config, exchange=dataclasses.replace(config.exchange, rank_capacity_factor=smaller))
+        memory = step_memory(other, found.cluster.device.platform, other.mesh.sizes)
+        yield Price(smaller, estimate(other, found.cluster).step_s, memory.total)
+
+
+def _smaller(factor: float | None, load: float) -> list[float]:
+    """The usual factors below a factor that hold a load, from the largest down."""
+    return [each for each in reversed(_FACTORS) if each >= load and (factor is None or each < factor)]

@@ -1,5 +1,6 @@
 """Loads of expert ranks in plans: buffers for them, their price, and the time of the busiest rank."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from moe_jax.config.yaml_io import load_config, load_draft
 from moe_jax.errors import ConfigError
 from moe_jax.plan.clusters import find_cluster
 from moe_jax.plan.estimate import estimate
+from moe_jax.plan.planner import PlanError, plan
 from moe_jax.plan.rank_capacity import factor_for, prices, with_load
 
 NODE = find_cluster("h100x8")
@@ -90,3 +92,19 @@ def test_a_plan_prints_what_smaller_buffers_would_save(
         "buffers     exchange.rank_capacity_factor=3: 3 times the rows that exist are sent. This mesh with 2: "
         in printed
     )
+
+
+def test_a_mesh_that_smaller_buffers_make_fit_is_refused_with_their_factor() -> None:
+    """The mesh that DeepSeek-V3 was trained on, also with a load that the buffers have to hold."""
+    settings = ["train.batch_size=15360", "mesh.data=2", "mesh.expert=64", "mesh.pipeline=16"]
+    fixed = {setting.partition("=")[0] for setting in settings}
+    draft = open_draft(load_draft("configs/models/deepseek_v3.yaml", settings), fixed=fixed)
+    cluster = find_cluster("h100x2048")
+    cure = r"has enough memory.*; or use exchange\.rank_capacity_factor=2\.0, and drop the rows beyond it$"
+    with pytest.raises(PlanError, match=cure):
+        plan(draft, cluster)
+    loaded = dataclasses.replace(draft, plan=dataclasses.replace(draft.plan, load_factor=2.5))
+    with pytest.raises(PlanError, match=r"has enough memory, with train\.batch_size=\d+$"):
+        plan(loaded, cluster)
+    exchange = dataclasses.replace(draft.exchange, rank_capacity_factor=2.0)
+    assert plan(dataclasses.replace(draft, exchange=exchange), cluster).ranked
