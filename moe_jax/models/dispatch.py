@@ -79,11 +79,13 @@ class TokenExchange(NamedTuple):
     def start(self, pieces: Sequence[ExpertRows], slot_axis: int, tie: Tie) -> "InFlight":
         """Start one exchange for the rows of all pieces, concatenated along `slot_axis`.
 
-        `tie` is applied to what the first collective sends.
+        `tie` is applied to what the first collective sends; on CPUs also to sizes, which would run beside a loop's own
+        collectives if no feature decides them (`measure/races.py`).
         """
         rows = pieces[0].rows if len(pieces) == 1 else jnp.concatenate([x.rows for x in pieces], axis=slot_axis)
         under_way, finish = self._start(rows, tie)
-        sizes = [self._exchange_sizes(x.sizes) for x in pieces]
+        ties_sizes = self.route.ranks.platform == "cpu"
+        sizes = [self._exchange_sizes(tie(x.sizes) if ties_sizes and x.sizes is not None else x.sizes) for x in pieces]
         widths = [x.rows.shape[slot_axis] for x in pieces]
         return InFlight(under_way, finish, widths, slot_axis, sizes, self.codec.keeps_rows)
 

@@ -49,6 +49,9 @@ OTHERS = {
     "context, dense block below the loop": "mesh.data=1 mesh.context=2 mesh.expert=2 schedule.policy=unified "
     "schedule.microbatches=2 schedule.grad_reduce=end model.num_layers=4 model.moe.first_k_dense_replace=1 "
     "model.moe.moe_layer_freq=1",
+    "tensor, remat, dense block below the loop": "mesh.data=1 mesh.expert=2 mesh.tensor=2 schedule.policy=unified "
+    "schedule.microbatches=2 schedule.remat=full schedule.unroll=2 model.num_layers=8 "
+    "model.moe.first_k_dense_replace=1 model.moe.moe_layer_freq=1",
     "migration": f"mesh.data=1 mesh.expert=4 {MIGRATION}",
     "copies": f"mesh.data=2 mesh.expert=2 {MIGRATION} {COPIES}",
     "copies of two stacks": f"mesh.data=2 mesh.expert=2 {MIGRATION} {COPIES} {TWO_STACKS}",

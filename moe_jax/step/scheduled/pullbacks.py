@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.models.transformer import REMAT_POLICIES
+from moe_jax.parallel.ordering import depend_on
 from moe_jax.parallel.trees import Params, Tree
 from moe_jax.schedule.actions import Action
 from moe_jax.step.scheduled.param_gathering import Regathered, but_experts, differentiate_regathered
-from moe_jax.step.scheduled.split_vjp import SplitBackward, differentiate
+from moe_jax.step.scheduled.split_vjp import SplitBackward, differentiate, is_float
 from moe_jax.step.scheduled.step_dims import StepDims
 
 TaskKey = tuple[str, int, int]  # op, block, microbatch or piece
@@ -58,7 +59,7 @@ class Pullbacks:
 
         `replacements`: see `SplitBackward`.
         """
-        pulled = SplitBackward(self._take(key), cotangents, replacements)
+        pulled = SplitBackward(self._in_order(key, self._take(key), cotangents[0]), cotangents, replacements)
         inputs = pulled.inputs()
         if self._dims.shape.split_weight_grad:
             self.waiting[key] = pulled
@@ -75,6 +76,26 @@ class Pullbacks:
         gradient = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)  # also those of casts
         so_far = self.grads.get(owner)
         self.grads[owner] = gradient if so_far is None else jax.tree.map(jnp.add, so_far, gradient)
+
+    def _in_order(self, key: TaskKey, pullback: Callable[..., Any], cotangent: jax.Array) -> Callable[..., Any]:
+        """Return a pullback that recomputes nothing before `cotangent` exists, if XLA:CPU could run it too early.
+
+        Attention's collectives over tensor or context ranks are recomputed, too. They would read a value from before a
+        loop, and run beside the loop's own collectives (`measure/races.py`). Other compilers keep rematerialization's
+        barriers.
+        """
+        platform, sizes = self._dims.compute.platform, self._dims.config.mesh.sizes
+        op, block, _ = key
+        communicates = op == "attend" and max(sizes["tensor"], sizes["context"]) > 1
+        if platform != "cpu" or self._dims.compute.remat == "none" or not communicates:
+            return pullback
+        weights = set(map(id, jax.tree.leaves(self._blocks[block])))
+
+        def wait(leaf: jax.Array) -> jax.Array:
+            waits = isinstance(leaf, jax.Array) and is_float(leaf) and leaf.size and id(leaf) not in weights
+            return depend_on(leaf, cotangent, platform) if waits else leaf
+
+        return jax.tree.map(wait, pullback)
 
     def _take(self, key: TaskKey) -> Callable[..., Any]:
         if key not in self.regathered:
