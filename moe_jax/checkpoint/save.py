@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,14 +19,14 @@ from moe_jax.checkpoint.checksums import agreed_digests
 from moe_jax.checkpoint.files import FOLDER, DamagedError, check_files, first_line, quarantine, steps_of
 from moe_jax.checkpoint.record import Record
 from moe_jax.checkpoint.save_barrier import SaveBarrier
-from moe_jax.checkpoint.storage import BucketStorage, storage_of
+from moe_jax.checkpoint.storage import BucketStorage, Storage, storage_of
 from moe_jax.distributed.processes import allgather, is_main_process
 from moe_jax.errors import CheckpointError, ConfigError, is_full_disk
 from moe_jax.files.upload import upload_now
 from moe_jax.plan.units import size
 from moe_jax.telemetry.run_log import RunLog
 
-RESERVED_BYTES = 10**6  # bytes that a save leaves free on the disk, for other files of a run
+_RESERVED_BYTES = 10**6  # bytes that a save leaves free on the disk, for other files of a run
 _SHARED_BYTES = 2**20  # of an array that its replicas write together, the least that each writes
 
 
@@ -93,14 +94,8 @@ class Checkpoints:
             return
         if step == self._latest():
             return
-        needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        free = self._storage.free_bytes()
-        if any(allgather(free is not None and free < needed + RESERVED_BYTES)):  # otherwise it would fail halfway
-            self._report_failure(
-                step,
-                f"it takes {size(needed)} and leaves {size(RESERVED_BYTES)} free, and there are {size(free or 0)} left",
-                "free some space",
-            )
+        if lacking := _lacking_room(self._storage, state):  # otherwise it would fail halfway
+            self._report_failure(step, lacking, "free some space")
             return
         self._pending_step, leaves = step, array_records(state, agreed_digests(self._digests(state), step, state))
         record = Record(step=step, leaves=leaves, **host, **self._about)
@@ -231,6 +226,23 @@ class Checkpoints:
             async_options=ocp.AsyncOptions(barrier_sync_fn=self._barrier),
         )
         return _Manager(self._storage.folder, options=options)
+
+
+def check_room(flag: str, run: Path, state: Any) -> None:
+    """Raise ConfigError in all processes if one of them has no room on its disk for a checkpoint of a state, which may
+    be shapes. All processes call it.
+    """
+    if lacking := _lacking_room(storage_of(run), state):
+        raise ConfigError(f"{flag}={run} has no room for a checkpoint ({lacking}): free some space, or use another one")
+
+
+def _lacking_room(storage: Storage, state: Any) -> str:
+    """Return what a checkpoint of a state lacks on the disk of any process; empty if all have room."""
+    needed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    free = storage.free_bytes()
+    if not any(allgather(free is not None and free < needed + _RESERVED_BYTES)):
+        return ""
+    return f"it takes {size(needed)} and leaves {size(_RESERVED_BYTES)} free, and there are {size(free or 0)} left"
 
 
 class _Manager(ocp.CheckpointManager):

@@ -164,7 +164,8 @@ class DiskStorage:
         return self.folder.is_dir()
 
     def free_bytes(self) -> int | None:
-        return shutil.disk_usage(self.folder).free
+        there = next(each for each in (self.folder, *self.folder.parents) if each.exists())
+        return shutil.disk_usage(there).free
 
 
 class Storage(Protocol):

@@ -7,7 +7,6 @@ python -m moe_jax.convert export RUN --out FOLDER
 import argparse
 import dataclasses
 import json
-import math
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,7 +17,7 @@ from jax.sharding import NamedSharding
 
 from moe_jax.checkpoint.checksums import digest_program
 from moe_jax.checkpoint.load import load_params
-from moe_jax.checkpoint.save import RESERVED_BYTES, Checkpoints
+from moe_jax.checkpoint.save import Checkpoints, check_room
 from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.validate import check_expert_split
@@ -31,14 +30,13 @@ from moe_jax.distributed import processes
 from moe_jax.distributed.failures import fail_fast
 from moe_jax.errors import CheckpointError, CommandParser, ConfigError, run_command
 from moe_jax.files.atomic import all_or_nothing, write_atomically
-from moe_jax.files.local_copy import local_path, url_of
+from moe_jax.files.local_copy import local_path
 from moe_jax.files.places import all_uploaded_or_nothing, check_is_empty, output_folder, place, place_of
 from moe_jax.measure.provenance import versions
 from moe_jax.models.parameters import in_order, param_dims, stored_shapes
 from moe_jax.parallel.mesh import expert_axis, make_mesh, one_device_mesh
 from moe_jax.parallel.sharding import REPLICATED, partitions
 from moe_jax.paths import shown
-from moe_jax.plan.units import size
 from moe_jax.run.export_tokenizer import byte_tokenizer_of, special_tokens_of
 from moe_jax.run.init_from import check_source, source_params
 from moe_jax.run.run_dir import check_folder
@@ -105,7 +103,7 @@ def _import(arguments: argparse.Namespace) -> None:
             stored_shapes(Stages.of(config)),
             placed,
         )
-        _check_disk_space(run, sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes)))
+        check_room("--out", run, shapes)  # before the model is read
         params = source_params(config, shapes)
         step = jax.device_put(np.int32(0), NamedSharding(mesh, REPLICATED))
         with (
@@ -113,19 +111,6 @@ def _import(arguments: argparse.Namespace) -> None:
             all_uploaded_or_nothing(run) if processes.is_main_process() else nullcontext(),
         ):
             _write_run(run, source, config, {"step": step, "params": params})
-
-
-def _check_disk_space(run: Path, num_bytes: int) -> None:
-    """Raise ConfigError in all processes, before the model is read, if the disk of one of them is too small."""
-    if url_of(run):
-        return
-    free = shutil.disk_usage(next(each for each in (run, *run.absolute().parents) if each.exists())).free
-    needed = num_bytes + RESERVED_BYTES
-    if any(processes.allgather(free < needed)):
-        raise ConfigError(
-            f"--out={run} needs {size(needed)}, and there are {size(free)} left on that disk: free some space, or name "
-            "another folder"
-        )
 
 
 def _write_run(run: Path, source: Path, config: Config, state: dict[str, object]) -> None:

@@ -9,7 +9,7 @@ import jax
 from jax.profiler import StepTraceAnnotation
 
 from moe_jax.checkpoint.compatibility import changed_settings
-from moe_jax.checkpoint.save import Checkpoints
+from moe_jax.checkpoint.save import Checkpoints, check_room
 from moe_jax.config import Config
 from moe_jax.data.loader import check_next_batch
 from moe_jax.distributed.failures import exit_with_peers
@@ -72,6 +72,8 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
     goodput = Goodput(config.log.goodput_job if is_main_process() else None, begun)
     report_progress(run.first_step)
     check_memory(run)
+    if not run.first_step:  # a run that has trained reports it when it saves, and continues
+        check_room("log.dir", run.folder, run.trainer.state_shapes)
     run, restored = restore_latest(config, run)
     if restored:
         run.batches.set_state(restored.record.data)

@@ -104,6 +104,20 @@ def test_a_run_whose_folder_is_deleted_meanwhile_reports_it_and_can_be_resumed(
     assert (run / "provenance.json").exists()
 
 
+def test_a_new_run_asks_for_room_for_a_checkpoint_before_it_trains(
+    folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5000))
+    code, reported = command("train --config tiny.yaml log.dir=new")
+    assert code == 2
+    assert re.fullmatch(
+        r"error: log\.dir=new has no room for a checkpoint \(it takes .* kB and leaves 1\.0 MB free, and there are "
+        r"5\.0 kB left\): free some space, or use another one\n",
+        reported,
+    )
+    assert not list((folder / "new").rglob("*"))
+
+
 @pytest.mark.parametrize("full_at", [4, 6])
 def test_a_checkpoint_that_finds_no_room_ends_the_run_only_if_it_is_the_last(
     full_at: int, run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -35,9 +35,8 @@ def test_an_import_asks_for_room_before_it_reads(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**6, 10**6, 100))
     reported = refused(monkeypatch, capsys, tmp_path / "in" / "run")
     assert reported == (
-        f"error: --out={tmp_path}/in/run needs 1.2 MB, and there are 0.1 kB left on that disk: free some space, or "
-        "name "
-        "another folder\n"
+        f"error: --out={tmp_path}/in/run has no room for a checkpoint (it takes 231.7 kB and leaves 1.0 MB free, and "
+        "there are 0.1 kB left): free some space, or use another one\n"
     )
     assert not any(tmp_path.iterdir())
 
