@@ -104,15 +104,17 @@ def add_round_flags(parser: argparse.ArgumentParser, *, rate: str, out_of: str, 
     parser.add_argument("--rounds", type=int, default=rounds, help="default: %(default)s")
 
 
-def parse_round_flags(parser: argparse.ArgumentParser, *, unit: str, processes: int) -> argparse.Namespace:
-    """Read the command line of a benchmark of this number of processes that measures rounds. Raises UserError."""
+def parse_round_flags(parser: argparse.ArgumentParser, *, unit: str, processes: Sequence[int]) -> argparse.Namespace:
+    """Read the command line of a benchmark that measures rounds, of one of these numbers of processes, by default the
+    first. Raises UserError.
+    """
     add_round_flags(parser, rate="1gbit", out_of="process", unit=unit, rounds=12)
     add_arguments(parser)
-    parser.set_defaults(processes=processes)
+    parser.set_defaults(processes=processes[0])
     arguments = parser.parse_args()
     check_least(arguments, steps=1, rounds=2)
-    if arguments.processes != processes:
-        raise ConfigError(f"--processes={arguments.processes}: this needs {processes}, leave it out")
+    if arguments.processes not in processes:
+        raise ConfigError(f"--processes={arguments.processes}: this needs {' or '.join(map(str, processes))}")
     return arguments
 
 

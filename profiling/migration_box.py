@@ -209,7 +209,7 @@ def summary(found: dict[str, Any], bits_per_s: float) -> dict[str, Any]:
 def main() -> None:
     """Run the box and write JSON to results/."""
     parser = CommandParser(prog="python profiling/migration_box.py", description=__doc__)
-    arguments = box.parse_round_flags(parser, unit="half round", processes=RANKS)
+    arguments = box.parse_round_flags(parser, unit="half round", processes=[RANKS])
     rate = box.parse_rate(arguments.rate)
     config = load_config(arguments.config, _COMMON)
     if box.rank() is not None:

@@ -123,7 +123,7 @@ def main() -> None:
     parser = CommandParser(prog="python profiling/rank_speeds_box.py", description=__doc__)
     parser.add_argument("--shares", default="0.5,0.25", help="of a core for each process (default: %(default)s)")
     parser.add_argument("--name", default="rank_speeds_box", help="of the file in results/ (default: %(default)s)")
-    arguments = box.parse_round_flags(parser, unit="half round", processes=RANKS)
+    arguments = box.parse_round_flags(parser, unit="half round", processes=[RANKS])
     try:
         shares = tuple(float(share) for share in arguments.shares.split(","))
     except ValueError:

@@ -11,12 +11,18 @@ from moe_jax.models.gates.choice import TopKRouting
 from moe_jax.models.gates.weights import expert_weights
 
 _SPAN = 2.6  # the first expert is e^2.6 times as likely as the last one
+_STEEP_SPAN = 3.4  # of `choose_steeply`
 _ALWAYS = 100.0  # larger than any difference of the random numbers
 
 
 def choose(logit_TE: jax.Array, moe: MoEConfig) -> TopKRouting:
     """Draw k experts without replacement, by random numbers from the bits of a token's logits, with softmax weights."""
     return _drawn(logit_TE, moe, jnp.zeros(moe.num_experts))
+
+
+def choose_steeply(logit_TE: jax.Array, moe: MoEConfig) -> TopKRouting:
+    """Draw like `choose`, with a larger preference: the first quarter of 16 experts has 2.4 times the mean load."""
+    return _drawn(logit_TE, moe, (_SPAN - _STEEP_SPAN) * jnp.linspace(0, 1, moe.num_experts))
 
 
 def choose_evenly(logit_TE: jax.Array, moe: MoEConfig) -> TopKRouting:

@@ -850,10 +850,6 @@ REFUSED = {
         "exchange.hot_experts=1 with mesh.tensor=2, whose ranks share each expert: use mesh.experts_over_tensor=true, "
         "mesh.tensor=1, or exchange.hot_experts=0"
     ),
-    "exchange.hot_experts=1 mesh.expert=2 model.moe.capacity_factor=null optimizer.zero=3": (
-        "exchange.hot_experts=1 with optimizer.zero=3, whose shards of experts are gathered, not copied: use "
-        "optimizer.zero=2, or exchange.hot_experts=0"
-    ),
     "exchange.hot_experts=1 mesh.expert=2 model.moe.capacity_factor=null schedule.policy=unified": (
         "exchange.hot_experts=1 is for plain steps, and these settings ask for a scheduled one: use mesh.pipeline=1, "
         "the defaults of schedule and exchange.reduction=all_reduce, or exchange.hot_experts=0"

@@ -47,11 +47,6 @@ def check_hot_experts(config: Sections) -> None:
             f"{name} with mesh.tensor={mesh.tensor}, whose ranks share each expert: use mesh.experts_over_tensor=true, "
             f"mesh.tensor=1, {without}"
         )
-    if config.optimizer.zero == 3:
-        raise ConfigError(
-            f"{name} with optimizer.zero=3, whose shards of experts are gathered, not copied: use optimizer.zero=2, "
-            f"{without}"
-        )
     if config.step_kind != "plain":
         raise ConfigError(
             f"{name} is for plain steps, and these settings ask for a {config.step_kind} one: use mesh.pipeline=1, "
