@@ -17,7 +17,7 @@ from typing import NamedTuple
 from moe_jax.config import AttentionView, ModelConfig, Sections
 from moe_jax.errors import ConfigError
 
-# of a scan of a scheduled step; the backward passes of the highest and the lowest iteration are outside of it
+# of the scans of a scheduled step; the highest one, and the backward pass of the lowest one, are outside of them
 MIN_ITERATIONS = 3
 _LONGEST = 64  # blocks that a repetition may have
 

@@ -47,10 +47,10 @@ class StoredActivations(NamedTuple):
 
 def stored_activations(config: Config, platform: str, total: float) -> StoredActivations:
     """Where a step has the `total` bytes of its blocks: a device has all, or those of two iterations of the loop and
-    of blocks outside of it, while the host has those of all iterations.
+    of blocks outside of it, while the host has those of all but the highest.
     """
     _, loop = ScannedBlocks.of_longest(segments(config.model), config.schedule.unroll)
     if not config.schedule.offload_activations or platform == "cpu" or loop is None:
         return StoredActivations(total, 0.0)
     of_iteration = total * loop.size / config.model.num_blocks
-    return StoredActivations(total - (loop.count - 2) * of_iteration, loop.count * of_iteration)
+    return StoredActivations(total - (loop.count - 2) * of_iteration, (loop.count - 1) * of_iteration)

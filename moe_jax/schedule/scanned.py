@@ -2,9 +2,9 @@
 
 An iteration ends before the next one starts, so a schedule overlaps tasks only within one iteration. There are two
 exceptions: each iteration of the backward scan sums the gradients of the iteration above it, which are complete, and
-each iteration gathers the parameters of the next one. The backward passes of the highest and of the lowest iteration
-are outside of the scan: the highest one's follows its forward pass at once, and the last sums, which no later iteration
-hides, are hidden by the lowest one's tasks.
+each iteration gathers the parameters of the next one. The highest iteration is outside of the scans: its tasks overlap
+with those of the head, and its backward pass follows its forward pass, so that nothing of it is stacked. So is the
+backward pass of the lowest one, whose tasks hide the last sums.
 """
 
 import itertools
@@ -68,17 +68,16 @@ class ScannedSchedule(NamedTuple):
 
     blocks: ScannedBlocks
     prologue: tuple[Action, ...]  # forward, below the iterations
-    forward_body: tuple[Action, ...]  # body: forward, from iteration 0 to the highest
-    middle: tuple[Action, ...]  # tasks above the iterations, and the backward pass of the highest one
+    forward_body: tuple[Action, ...]  # body: forward, from iteration 0 to the highest but one
+    middle: tuple[Action, ...]  # the highest iteration, and tasks above the iterations
     backward_body: tuple[Action, ...]  # body: backward, down to iteration 1, with reductions of the iteration above
     epilogue: tuple[Action, ...]  # backward, of iteration 0 and below, and the remaining reductions
     reduction_body: tuple[Action, ...]  # body: reductions after the backward pass, from the highest iteration to 0
     last_reductions: tuple[Action, ...]  # reductions below the iterations, after those
-    num_blocks: int  # of the model
 
     def without_reductions(self) -> "ScannedSchedule":
         """The same schedule without reductions: gradients stay local to each device."""
-        parts = [name for name in self._fields if name not in ("blocks", "num_blocks")]
+        parts = [name for name in self._fields if name != "blocks"]
         bare: dict[str, Any] = {name: tuple(t for t in getattr(self, name) if not is_reduction(t)) for name in parts}
         return self._replace(**bare)
 
@@ -89,29 +88,19 @@ class ScannedSchedule(NamedTuple):
         def run(body: Iterable[Action], iterations: Iterable[int]) -> Iterator[Action]:
             for iteration in iterations:
                 for action in body:
-                    moved = action._replace(block=action.block + iteration * size)
-                    yield from self._gathered_in_scan(moved) if is_param_gather(action) else [moved]
+                    # gathers for the backward pass are named like the blocks of the iteration that runs them
+                    below = is_param_gather(action) and action.part == 1
+                    yield action._replace(block=action.block + (iteration - below) * size)
 
         return (
             *self.prologue,
-            *run(self.forward_body, range(count)),
+            *run(self.forward_body, range(count - 1)),
             *self.middle,
             *run(self.backward_body, reversed(range(1, count - 1))),
             *self.epilogue,
             *run(self.reduction_body, reversed(range(count))),
             *self.last_reductions,
         )
-
-    def _gathered_in_scan(self, gather: Action) -> list[Action]:
-        """What an iteration gathers for the next one.
-
-        The highest iteration of the forward scan has none above it, and gathers its own parameters again, for its
-        backward tasks.
-        """
-        if gather.part == 0 and gather.block < self.blocks.last:
-            return [gather]
-        again = gather._replace(block=gather.block - self.blocks.size, part=1)
-        return [again] if self.blocks.first <= again.block < self.num_blocks - 1 else []
 
 
 def make_scanned(
@@ -155,7 +144,7 @@ def make_scanned(
         return _with_more(tasks, more, own, seconds, stream_of)
 
     highest, above = blocks.count - 1, blocks.count
-    top = of(forward, above) + of(backward, highest, above)
+    top = of(forward, highest, above) + of(backward, highest, above)
     down, end = of(backward, 0), of(backward, 0, -1)
     at_end = shape.grad_reduce == "end"
     passes = (*of(forward, -1, 0), *top, *end)
@@ -169,7 +158,6 @@ def make_scanned(
         epilogue=(*filled(end, "epilogue", [] if at_end else of(sums, 1, 0, -1)), *(of(sums, above) if at_end else ())),
         reduction_body=tuple(of(sums, 0)) if at_end else (),
         last_reductions=tuple(of(sums, -1)) if at_end else (),
-        num_blocks=len(shape.kinds),
     )
     return Schedule(policy, shape, scanned.actions()), scanned
 
@@ -197,7 +185,7 @@ def _gathers(shape: StepShape, blocks: ScannedBlocks) -> dict[str, list[Action]]
                 parts["forward_body"].append(gather._replace(block=gather.block + blocks.size))
             case 0:
                 parts["backward_body"].append(gather)  # named like the blocks of the iteration that runs it
-            case _ if iteration == blocks.count or (is_backward and iteration == blocks.count - 2):
+            case _ if iteration == blocks.count or (is_backward and iteration >= blocks.count - 2):
                 parts["middle"].append(gather)
     return parts
 

@@ -28,6 +28,7 @@ from moe_jax.errors import ConfigError
 from moe_jax.models import transformer
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.plan.memory import step_memory
+from moe_jax.step.scheduled.build import scanned_blocks
 from moe_jax.step.scheduled.step_dims import StepDims
 from moe_jax.step.trainer import make_trainer
 from tests.numbers.stored import planned_gb
@@ -176,6 +177,9 @@ def test_kept_activations_are_what_the_forward_loop_stacks(name: str, monkeypatc
         monkeypatch.setattr(transformer, "kernel_of", lambda *_: "cudnn")
         platform = "gpu"
     stacked = stacked_bytes(traced(config))
+    loop = scanned_blocks(config)[1]
+    if config.step_kind == "scheduled" and loop is not None:  # the highest iteration is outside, and as large
+        stacked *= loop.count / (loop.count - 1)
     memory = step_memory(config, platform)
     assert memory.moment != "update", "activations are counted"
     assert memory.activations == pytest.approx(stacked, rel=0.03)

@@ -36,7 +36,7 @@ def test_a_step_is_the_references(name: str) -> None:
 @pytest.mark.parametrize("offload", [True, False])
 def test_only_large_values_go_to_the_host(offload: bool) -> None:
     shapes = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in (64, 63)]
-    saved = SavedValues(shapes, 4, offload)
+    saved = SavedValues(shapes, offload)
     stacked = jax.make_jaxpr(lambda values: saved.store(values, saved.before_first())[0])(shapes)
     spaces = [aval.memory_space for aval in stacked.out_avals]
     assert spaces == [jax.memory.Space.Host if offload else jax.memory.Space.Device, jax.memory.Space.Device]
@@ -48,7 +48,7 @@ def test_a_plan_counts_two_of_ten_iterations(remat: str) -> None:
     whole = load_config("configs/bench/fine_grained.yaml", settings)
     less = dataclasses.replace(whole, schedule=dataclasses.replace(whole.schedule, offload_activations=True))
     before, after = step_memory(whole, "tpu"), step_memory(less, "tpu")
-    assert after.activations_on_host == pytest.approx(before.activations, rel=1e-3)
+    assert after.activations_on_host == pytest.approx(0.9 * before.activations, rel=1e-3)  # not the highest
     assert after.activations == pytest.approx(0.2 * before.activations, rel=1e-3)
     assert after.total < before.total
     assert step_memory(less, "cpu") == step_memory(whole, "cpu")

@@ -125,7 +125,7 @@ class LayerScan:
         return {block: self.tasks.blocks[number] for block, number in numbers.items()}
 
     def forward(self) -> None:
-        """Run the forward scan."""
+        """Run the forward scan over all iterations but the highest, whose tasks follow."""
         for r in self.microbatches:
             self.tasks.add_combine_to_residual(r, self.scan_blocks.first)
 
@@ -151,7 +151,7 @@ class LayerScan:
         self.body = ScanBody(run_forward, jax.eval_shape(lambda: x), consts)
 
         offload = self.tasks.dims.config.schedule.offload_activations
-        self.saved = SavedValues(self.body.stacked_shapes, self.scan_blocks.count, offload)
+        self.saved = SavedValues(self.body.stacked_shapes, offload)
 
         def step(carry: _Forward, number: jax.Array) -> tuple[_Forward, Tree]:
             x, whole, before = carry
@@ -159,7 +159,8 @@ class LayerScan:
             stacked, waiting = self.saved.store(values, before)
             return (x, whole, waiting), (of_blocks, end, stacked)
 
-        numbers = self.tasks.order.into_loop(jnp.arange(self.scan_blocks.count))
+        highest = self.scan_blocks.count - 1
+        numbers = self.tasks.order.into_loop(jnp.arange(highest))
         carry = x, whole, self.saved.before_first()
         (x, whole, self.saved.last), results = jax.lax.scan(step, carry, numbers)
         (stats, max_logits), ends, self.saved.stacks = results
@@ -172,19 +173,15 @@ class LayerScan:
             self.sums.loop_stats[self.scan_blocks.first] = jax.tree.map(
                 lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), in_order
             )
-        highest = self.scan_blocks.count - 1
         above = highest * self.scan_blocks.size
         if whole is not None:
             self.tasks.blocks |= {block + above: weights for block, weights in whole.items()}
-        self._restore(self.tasks, self.saved.of_highest(), self._consts(highest, whole, 1), above)
 
-    def _restore(self, tasks: Tasks, values: list[jax.Array], consts: BlockConsts, shift: int = 0) -> None:
-        """Restore the pullbacks of a forward iteration in `tasks` from its saved values; blocks' numbers grow by
-        `shift`.
-        """
+    def _restore(self, tasks: Tasks, values: list[jax.Array], consts: BlockConsts) -> None:
+        """Restore the pullbacks of a forward iteration in `tasks` from its saved values."""
         pullbacks, overflows = self.body.rebuild(consts, values)
-        tasks.pullbacks.stored |= {(op, block + shift, part): pull for (op, block, part), pull in pullbacks.items()}
-        tasks.lane_overflow.overflows |= {(block + shift, part): rows for (block, part), rows in overflows.items()}
+        tasks.pullbacks.stored |= pullbacks
+        tasks.lane_overflow.overflows |= overflows
         tasks.widths = self.tasks.widths
 
     def backward(self) -> None:
@@ -225,7 +222,7 @@ class LayerScan:
 
         dx = [self.tasks.dx[r] for r in self.microbatches]
         numbers = self.tasks.order.into_loop(jnp.arange(1, highest))
-        carry = dx, self.gradients.state, self._whole(highest - 1), self.saved.fetch(highest - 1)
+        carry = dx, self.gradients.state, self._whole(highest - 1), self.saved.last
         (dx, self.gradients.state, whole, fetched), ends = jax.lax.scan(step, carry, numbers, reverse=True)
         self.tasks.order.out_of_loop(ends)
         self.tasks.dx = dict(zip(self.microbatches, dx, strict=True))

@@ -1,8 +1,8 @@
 """What the iterations of a scan over blocks save for the backward pass: on the device, or in host memory.
 
 With `schedule.offload_activations` the large values of an iteration are copied to the host while the next iteration
-computes, and back while the iteration above it runs its backward tasks. A device has those of two iterations. The
-highest iteration's backward tasks follow its forward tasks, and its values stay.
+computes, and back while the iteration above it runs its backward tasks. A device has those of two iterations. Those of
+the last iteration of the forward scan, which the backward scan reads first, stay.
 """
 
 import math
@@ -17,14 +17,14 @@ LARGE_BYTES = 2**20  # smaller values of an iteration stay on the device
 
 
 class SavedValues:
-    """The saved values of the iterations of one scan, which each have the same `shapes`."""
+    """The saved values of the iterations of one forward scan, which each have the same `shapes`."""
 
-    def __init__(self, shapes: Sequence[jax.ShapeDtypeStruct], count: int, offload: bool):
-        """`count`: iterations. `offload`: large values are in host memory."""
-        self._shapes, self._highest = shapes, count - 1
+    def __init__(self, shapes: Sequence[jax.ShapeDtypeStruct], offload: bool):
+        """`offload`: large values are in host memory."""
+        self._shapes = shapes
         self._goes = [offload and math.prod(x.shape) * x.dtype.itemsize >= LARGE_BYTES for x in shapes]
         self.stacks: list[jax.Array] = []  # results of the forward scan, a leaf for each value
-        self.last: list[jax.Array] = []  # what the highest iteration had on the device
+        self.last: list[jax.Array] = []  # large values of the last iteration
 
     def before_first(self) -> list[jax.Array]:
         """Return the carry of the forward scan: large values of the iteration before, of which there is none."""
@@ -39,7 +39,7 @@ class SavedValues:
         return stacked, [x for x, goes in zip(values, self._goes, strict=True) if goes]
 
     def fetch(self, iteration: int | jax.Array) -> list[jax.Array]:
-        """Return the large values of an iteration below the highest."""
+        """Return the large values of an iteration below the last one."""
         own = (stack for stack, goes in zip(self.stacks, self._goes, strict=True) if goes)
         return [to_device(_row(stack, iteration + 1)) for stack in own]
 
@@ -48,10 +48,6 @@ class SavedValues:
         large = iter(fetched)
         pairs = zip(self.stacks, self._goes, strict=True)
         return [next(large) if goes else _row(stack, iteration) for stack, goes in pairs]
-
-    def of_highest(self) -> list[jax.Array]:
-        """Return the values of the highest iteration."""
-        return self.values(self._highest, self.last)
 
 
 def _row(stack: jax.Array, iteration: int | jax.Array) -> jax.Array:
