@@ -16,41 +16,14 @@ are in one computation. Dropless rows are multiplied in a loop after the cast, s
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from moe_jax.config import MoEConfig
 from moe_jax.models.layers import MatrixProduct
-
-_LARGEST = {jnp.float8_e4m3fn: 2.0**8, jnp.float8_e5m2: 2.0**15}  # powers of 2; 1.5 times these is in range, too
-_SMALLEST_SCALE = 2.0**-100  # for rows of 0
-
-
-class Quantized(NamedTuple):
-    """8-bit numbers, and their scale in the dtype that the numbers had."""
-
-    numbers: Array
-    scale: Array
-
-    def wide(self) -> Array:
-        """Return the numbers in the dtype of the scale, not yet multiplied by it."""
-        return self.numbers.astype(self.scale.dtype)
-
-
-def quantize(x: Float[Array, "..."], to: Any, axes: int | tuple[int, ...]) -> Quantized:
-    """Round x to 3 bits of mantissa (e4m3) or 2 (e5m2), with one scale along `axes`.
-
-    If a number is not finite, all numbers that share its scale become NaN.
-    """
-    wide = x.astype(jnp.float32)
-    nearest = jax.lax.reduce_precision(jnp.max(jnp.abs(wide), axes, keepdims=True), exponent_bits=8, mantissa_bits=0)
-    scale = jnp.maximum(nearest / _LARGEST[to], _SMALLEST_SCALE)
-    # with a barrier: XLA may merge this cast with the next, and so skip the rounding (simplify-fp-conversions)
-    numbers = jax.lax.optimization_barrier((wide / scale).astype(to))
-    return Quantized(numbers, scale.astype(x.dtype))
+from moe_jax.parallel.eight_bits import Quantized, quantize
 
 
 def with_fp8_operands(product: MatrixProduct) -> MatrixProduct:

@@ -1,8 +1,10 @@
 """Parameters that are sharded over the devices that would have the same ones, and gathered where they are used (ZeRO
 stage 3: Rajbhandari et al. 2020, section 5; FSDP: Zhao et al. 2023).
 
-A matrix of a block is cast to the compute type before it is gathered, which sends half of the bytes and gives the same
-values, since its products cast it anyway. Gradients are summed in float32.
+A matrix is cast to the compute type before it is gathered, which sends half of the bytes and gives the same values,
+since its products cast it anyway. With `model.moe.expert_matmuls=fp8` a scheduled step gathers experts in 8 bits, to
+which their products round them: a rank's part of an expert's matrix has a scale of its own. Gradients are summed in
+float32.
 """
 
 import itertools
@@ -10,12 +12,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Num
 
+from moe_jax.parallel.eight_bits import count_bytes, from_bytes, to_bytes
 from moe_jax.parallel.sharding import Dims, is_matrix, map_dims
 from moe_jax.parallel.trees import Gathers, ParamDims, ShardSpecs
 from moe_jax.parallel.zero import ShardSpec, all_gather_in_order, ranks_of
@@ -23,6 +26,15 @@ from moe_jax.parallel.zero import ShardSpec, all_gather_in_order, ranks_of
 _ACTIVATIONS = (("context",), ("tensor",))  # axes of other gathers
 _ROUTERS = {"choices", "slots"}  # dimensions of gates' matrices, which compute in float32
 _SMALL_BYTES = 2**22  # of a whole array: smaller ones share a gather
+
+ExpertGather = Literal["compute", "wide", "bytes"]  # the type in which experts are gathered
+
+
+class _Types(NamedTuple):
+    """The types of a gathered array, and of what is sent."""
+
+    whole: str
+    sent: str
 
 
 @dataclass(frozen=True)
@@ -32,6 +44,7 @@ class ParamGather:
     shard_spec: ShardSpec
     dtype: str  # of the gathered array
     platform: str
+    sent: str  # the type in which it is sent; uint8: rounded to 8 bits, as bytes
 
     def unstacked(self) -> "ParamGather":
         """Return the same for one array of a stack."""
@@ -39,11 +52,33 @@ class ParamGather:
 
     def gather(self, shard: jax.Array) -> jax.Array:
         """Return the whole array."""
-        return self.shard_spec.all_gather(self.cast(shard), self.platform)
+        return gather_in_order([self], [shard])[0]
 
     def cast(self, shard: jax.Array) -> jax.Array:
-        """Return a shard in the type that is gathered."""
-        return shard.astype(self.dtype) if self.shard_spec.axes else shard
+        """Return a shard as it is sent."""
+        if not self.shard_spec.axes:
+            return shard
+        return to_bytes(shard.astype(self.dtype)) if self.as_bytes else shard.astype(self.sent)
+
+    @property
+    def as_bytes(self) -> bool:
+        """Whether numbers are rounded to 8 bits."""
+        return self.sent == "uint8"
+
+    @property
+    def sent_spec(self) -> ShardSpec:
+        """How the array that is sent is sharded."""
+        return ShardSpec(0, self.shard_spec.axes) if self.as_bytes else self.shard_spec
+
+    def restored(self, sent: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Return the whole array from the gathered one, and the shape of a shard."""
+        if not self.shard_spec.axes:
+            return sent
+        return from_flat([self], sent, [shape])[0] if self.as_bytes else sent.astype(self.dtype)
+
+    def sent_size(self, shape: tuple[int, ...]) -> int:
+        """Return how many numbers are sent of a shard of this shape."""
+        return count_bytes(shape) if self.as_bytes else math.prod(shape)
 
     def __call__(self, shard: jax.Array) -> jax.Array:
         """Return the whole array. Its gradient is reduce-scattered over `shard_spec.axes`."""
@@ -76,27 +111,45 @@ def save_all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
 
 
 def gathers_of(
-    shard_specs: ShardSpecs, dims: ParamDims, compute_dtype: str, platform: str, *, experts_in_float32: bool
+    shard_specs: ShardSpecs,
+    dims: ParamDims,
+    compute_dtype: str,
+    platform: str,
+    *,
+    experts: ExpertGather,
+    rounds_embedding: bool,
 ) -> Gathers:
     """Return a `ParamGather` for each parameter.
 
-    Matrices of blocks are gathered in the compute type, but not routers. The embedding and the head are gathered in
-    float32, in which their gradients are summed over tokens. `experts_in_float32`: products round experts themselves.
+    Matrices are sent in the compute type, but not routers. The embedding and the head are float32 afterwards, in which
+    their gradients are summed over tokens. `experts`: the type of experts, `wide` for float32. `rounds_embedding`: its
+    rows are cast to the compute type as they are.
     """
 
-    def dtype(dims: Dims) -> str:
-        wide = _ROUTERS.intersection(dims) or ("experts" in dims and experts_in_float32)
-        return compute_dtype if "layers" in dims and is_matrix(dims) and not wide else "float32"
+    def types(dims: Dims) -> _Types:
+        if not is_matrix(dims) or _ROUTERS.intersection(dims):
+            return _Types("float32", "float32")
+        if "layers" not in dims:
+            is_rounded = rounds_embedding or dims[0] != "vocab"
+            return _Types("float32", compute_dtype if is_rounded else "float32")
+        if "experts" not in dims or experts == "compute":
+            return _Types(compute_dtype, compute_dtype)
+        return _Types("float32", "float32") if experts == "wide" else _Types(compute_dtype, "uint8")
 
-    dtypes = map_dims(dtype, dims)
-    found: Gathers = jax.tree.map(lambda shard_spec, own: ParamGather(shard_spec, own, platform), shard_specs, dtypes)
+    found: Gathers = jax.tree.map(
+        lambda shard_spec, own: ParamGather(shard_spec, own.whole, platform, own.sent),
+        shard_specs,
+        map_dims(types, dims),
+        is_leaf=lambda leaf: isinstance(leaf, ShardSpec),
+    )
     return found
 
 
 def gather_in_order(gathers: Sequence[ParamGather], shards: Sequence[jax.Array]) -> list[jax.Array]:
     """Return whole arrays, gathered one after another."""
-    casted = [own.cast(shard) for own, shard in zip(gathers, shards, strict=True)]
-    return all_gather_in_order([own.shard_spec for own in gathers], casted, gathers[0].platform)
+    sent = [own.cast(shard) for own, shard in zip(gathers, shards, strict=True)]
+    whole = all_gather_in_order([own.sent_spec for own in gathers], sent, gathers[0].platform)
+    return [own.restored(x, shard.shape) for own, x, shard in zip(gathers, whole, shards, strict=True)]
 
 
 def gathered_together(gathers: Sequence[ParamGather], shards: Sequence[jax.Array]) -> list[tuple[int, ...]]:
@@ -107,8 +160,8 @@ def gathered_together(gathers: Sequence[ParamGather], shards: Sequence[jax.Array
     groups: dict[tuple[object, ...], list[int]] = {}
     for number, (own, shard) in enumerate(zip(gathers, shards, strict=True)):
         if own.shard_spec.axes:
-            whole_bytes = ranks_of(own.shard_spec.axes) * shard.size * jnp.dtype(own.dtype).itemsize
-            key = (own.shard_spec.axes, own.dtype) if whole_bytes < _SMALL_BYTES else (number,)
+            whole_bytes = ranks_of(own.shard_spec.axes) * shard.size * jnp.dtype(own.sent).itemsize
+            key = (own.shard_spec.axes, own.sent) if whole_bytes < _SMALL_BYTES else (number,)
             groups.setdefault(key, []).append(number)
     return [tuple(numbers) for numbers in groups.values()]
 
@@ -130,6 +183,9 @@ def from_flat(
 ) -> list[jax.Array]:
     """Return whole arrays, from the `flat_shards` of all ranks, one after another."""
     rank_Pn = rank_n.reshape(ranks_of(gathers[0].shard_spec.axes), -1)
-    ends = list(itertools.accumulate(map(math.prod, shapes)))
-    parts = jnp.split(rank_Pn, ends[:-1], axis=1)
-    return [own.shard_spec.from_ranks(part, shape) for own, part, shape in zip(gathers, parts, shapes, strict=True)]
+    ends = list(itertools.accumulate(own.sent_size(shape) for own, shape in zip(gathers, shapes, strict=True)))
+    whole = []
+    for own, part_Pn, shape in zip(gathers, jnp.split(rank_Pn, ends[:-1], axis=1), shapes, strict=True):
+        part_Pm = from_bytes(part_Pn, shape, own.dtype) if own.as_bytes else part_Pn.astype(own.dtype)
+        whole.append(own.shard_spec.from_ranks(part_Pm, shape))
+    return whole

@@ -64,7 +64,7 @@ def shard_cast_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     shards = parts_of(config, mesh)
 
     def own(owned: Owned) -> float:
-        if model.moe.expert_matmuls == "fp8":  # experts are gathered in float32
+        if model.moe.expert_matmuls == "fp8":  # no cast of experts alone
             owned = owned._replace(expert=0, expert_whole=0)
         return sum(count / shards[group] for group, count in params_by_group(owned, config, mesh).items())
 
@@ -74,27 +74,30 @@ def shard_cast_bytes(config: Config, mesh: Mapping[str, int]) -> float:
 def param_gathers(config: Config, mesh: Mapping[str, int]) -> tuple[dict[str, tuple[Gathered, ...]], ...]:
     """The gathers of the embedding, each block, and the head, by op.
 
-    Blocks are gathered in the compute type; the embedding and the head in float32.
+    All are gathered in the compute type, but in float32 an embedding whose rows have a multiplier. Experts whose
+    products round them to 8 bits are gathered in these by scheduled steps, and by others in float32.
     """
     parts, owners, hybrid = parts_of(config, mesh), owned_parameters(config.model), shard_groups(config, mesh)
 
-    def gathered(owned: Owned, dtype: str) -> tuple[Gathered, ...]:
+    def gathered(owned: Owned, item: float) -> tuple[Gathered, ...]:
         counts = params_by_group(owned, config, mesh)
         return tuple(
-            Gathered(hybrid[group].shards if hybrid else group, (1 - 1 / parts[group]) * count * ITEM_BYTES[dtype])
+            Gathered(hybrid[group].shards if hybrid else group, (1 - 1 / parts[group]) * count * item)
             for group, count in counts.items()
             if count
         )
 
+    item = ITEM_BYTES[config.train.compute_dtype]
+    of_expert = item if config.model.moe.expert_matmuls != "fp8" else 1 if config.step_kind == "scheduled" else 4
+
     def block(owned: Owned) -> dict[str, tuple[Gathered, ...]]:
         experts = Owned(expert=owned.expert, expert_whole=owned.expert_whole)
         rest = owned._replace(expert=0, expert_whole=0)
-        of_ops = {"attend": rest, "expert": experts}
-        return {op: gathered(own, config.train.compute_dtype) for op, own in of_ops.items()}
+        return {"attend": gathered(rest, item), "expert": gathered(experts, of_expert)}
 
     found = {owned: block(owned) for owned in set(owners[1:-1])}
     return (
-        {"embed": gathered(owners[0], "float32")},
+        {"embed": gathered(owners[0], item if config.model.embedding_multiplier == 1 else 4)},
         *(found[owned] for owned in owners[1:-1]),
-        {"head": gathered(owners[-1], "float32")},
+        {"head": gathered(owners[-1], item)},
     )

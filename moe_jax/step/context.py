@@ -22,7 +22,7 @@ from moe_jax.models.mtp import MTPInputs, mtp_scale
 from moe_jax.models.parameters import param_dims
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel import zero
-from moe_jax.parallel.gathered_params import gather_in_order, gathers_of
+from moe_jax.parallel.gathered_params import ExpertGather, gather_in_order, gathers_of
 from moe_jax.parallel.grad_sync import sum_over_batch
 from moe_jax.parallel.mesh import expert_axis
 from moe_jax.parallel.ordering import depend_on
@@ -65,11 +65,9 @@ class StepContext:
             shard_specs=shard_specs,
             optimizer=make_optimizer(config, dims, zero.shard_partition_specs(shard_specs, specs), compute.platform),
             gathers=gathers_of(
-                shard_specs,
-                dims,
-                compute.dtype,
-                compute.platform,
-                experts_in_float32=config.model.moe.expert_matmuls == "fp8",
+                *(shard_specs, dims, compute.dtype, compute.platform),
+                experts=_expert_gather(config),
+                rounds_embedding=config.model.embedding_multiplier == 1,
             ),
         )
 
@@ -278,6 +276,13 @@ class StepInputs(NamedTuple):
         return self.batch_part.router_inputs(
             id_BN, context.config.model.moe, context.compute.seed, is_padding_BN, self.replayed_LGk, records
         )
+
+
+def _expert_gather(config: Config) -> ExpertGather:
+    """Return the type in which experts are gathered. Autodiff would save those that are restored from bytes."""
+    if config.model.moe.expert_matmuls != "fp8":
+        return "compute"
+    return "bytes" if config.step_kind == "scheduled" else "wide"
 
 
 def _next_tokens(token_BN1: Int[Array, "B N1"], after_last: int) -> LocalTokens:

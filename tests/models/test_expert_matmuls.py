@@ -11,9 +11,10 @@ import pytest
 from moe_jax.config import MoEConfig
 from moe_jax.models.dispatchers import DISPATCHERS
 from moe_jax.models.dispatchers.protocol import ExpertRows
-from moe_jax.models.expert_matmuls import expert_product, quantize
+from moe_jax.models.expert_matmuls import expert_product
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS
 from moe_jax.models.layers import EACH, ONE
+from moe_jax.parallel.eight_bits import quantize
 from moe_jax.step.scheduled.jaxpr_utils import inlined
 from tests.references import fp8_product, to_fp8
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from moe_jax.parallel.eight_bits import quantize
 from moe_jax.parallel.gathered_params import ParamGather, flat_shards, gather_flat, gathered_together
 from moe_jax.parallel.mesh import BATCH_AXES, Axis
 from moe_jax.parallel.zero import ShardSpec, shard_specs_of
@@ -62,10 +63,10 @@ def test_parts_are_those_of_the_flat_rows_and_make_up_the_whole(shard_spec, plat
 def test_small_arrays_of_a_type_and_axes_share_a_gather_and_arrive_bit_for_bit():
     shape, types = (8, 8, 16), ("bfloat16", "float32")
     shard_specs = [ShardSpec(0, BATCH_AXES), ShardSpec(2, BATCH_AXES), ShardSpec(1, DATA), ShardSpec()]
-    owns = [ParamGather(shard_spec, dtype, "tpu") for dtype in types for shard_spec in shard_specs]
+    owns = [ParamGather(shard_spec, dtype, "tpu", dtype) for dtype in types for shard_spec in shard_specs]
     values = np.random.default_rng(0).normal(size=(len(owns), *shape)).astype(np.float32)
     values[:, 0, 0, :2] = np.nan, -0.0
-    large = ParamGather(ShardSpec(1, BATCH_AXES), "float32", "tpu")  # 4 MiB
+    large = ParamGather(ShardSpec(1, BATCH_AXES), "float32", "tpu", "float32")  # 4 MiB
 
     def body(_: jax.Array) -> list[jax.Array]:
         shards = [own.shard_spec.local_shard(jnp.asarray(x)) for own, x in zip(owns, values, strict=True)]
@@ -81,3 +82,24 @@ def test_small_arrays_of_a_type_and_axes_share_a_gather_and_arrive_bit_for_bit()
     for whole, number in zip(wholes, (0, 1, 4, 5), strict=True):
         expected = np.asarray(jnp.asarray(values[number], owns[number].dtype))
         assert np.asarray(whole).tobytes() == np.broadcast_to(expected, (8, *shape)).tobytes()
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("together", [False, True])
+def test_experts_arrive_as_the_8_bit_numbers_of_each_shard(dim, together):
+    """One array gathered by itself, and two in one vector; a number that is not finite stays in its own matrix."""
+    own = ParamGather(ShardSpec(dim, BATCH_AXES), "bfloat16", "tpu", "uint8")
+    x = np.random.default_rng(0).normal(size=(16, 16, 24)).astype(np.float32)
+    x[3, 0, 0] = np.nan
+
+    def body(_: jax.Array) -> jax.Array:
+        shard = own.shard_spec.local_shard(jnp.asarray(x))
+        if not together:
+            return own.gather(shard)[None]
+        return gather_flat([own, own], flat_shards([own, own], [shard / 2, shard]), [shard.shape] * 2)[1][None]
+
+    wholes = on_mesh(body, PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES), data=2, expert=4)(np.zeros(8))
+    of_shards = [quantize(jnp.asarray(part, "bfloat16"), jnp.float8_e4m3fn, (-2, -1)) for part in np.split(x, 8, dim)]
+    expected = np.concatenate([np.asarray(part.wide() * part.scale, np.float32) for part in of_shards], dim)
+    np.testing.assert_array_equal(np.asarray(wholes, np.float32), np.broadcast_to(expected, (8, *x.shape)))
+    assert np.isfinite(expected).all(axis=(1, 2)).sum() == 15
