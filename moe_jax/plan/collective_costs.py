@@ -254,6 +254,16 @@ class CollectiveCosts:
         slowest = max(share.inside * inside.line.beta_s, share.between * between.line.beta_s)
         return Linear(between.ring.alpha_s, slowest, between.ring.ramp_s).seconds(num_bytes)
 
+    def passed_on_s(self, num_bytes: float, group: DeviceGroup) -> float:
+        """Seconds inside of nodes, of a sum in which `num_bytes` leave each rank: it is scattered inside of each node,
+        then summed between nodes, and gathered inside of each node.
+        """
+        per_node = self.ranks_per_node(group)
+        if per_node in (1, group.ranks):
+            return 0.0
+        inside = self._levels(group)[0].line
+        return 2 * inside.alpha_s + shares(group.ranks, per_node, relayed=True).inside * num_bytes * inside.beta_s
+
     def send(self, num_bytes: float, group: DeviceGroup) -> float:
         """Seconds in which each rank sends `num_bytes` to the next one, all concurrently; the slowest one counts."""
         if group.ranks == 1:

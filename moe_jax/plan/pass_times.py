@@ -100,8 +100,8 @@ class PassTimes:
         schedule = Schedule(self._step.config.schedule.policy, orders.shape, tuple(actions))
         tasks, streams = NumberedTasks.of(needs), tuple(map(self._step.stream_of, actions))
         times_s, ranks = list(map(self._step.task_seconds(schedule), actions)), [0] * len(actions)
-        start_s, end_s = simulate_numbered(range(len(actions)), tasks, times_s, streams, ranks, self._step.interference)
-        return Timeline(schedule=schedule, actions=actions, streams=streams, start_s=start_s, end_s=end_s)
+        spans = simulate_numbered(range(len(actions)), tasks, times_s, streams, ranks, self._step.interference)
+        return Timeline(schedule=schedule, actions=actions, streams=streams, spans=spans)
 
     @cached_method
     def _chunk(self, repeats: tuple[tuple[int, int], ...]) -> ChunkTimes:
@@ -138,7 +138,7 @@ class PassTimes:
             actions = tuple(actions)
             tasks, streams = numbered_inside(actions, shape, self._step.stream_of)
             times_s, order = list(map(seconds, actions)), range(len(actions))
-            start_s, end_s = simulate_numbered(order, tasks, times_s, streams, [0] * len(actions), interference)
+            start_s, end_s, _ = simulate_numbered(order, tasks, times_s, streams, [0] * len(actions), interference)
             busy = dict.fromkeys(Stream, 0.0)
             for task, at_s in start_s.items():
                 busy[streams[task]] += end_s[task] - at_s

@@ -1,7 +1,7 @@
 """The predicted timeline of a schedule: times, exposed communication, live memory."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
@@ -11,7 +11,17 @@ from moe_jax.schedule.build import ranks_of, streams_of
 from moe_jax.schedule.dependencies import task_graph
 from moe_jax.schedule.param_gathers import releases
 from moe_jax.schedule.schedule import Schedule
-from moe_jax.schedule.simulation import NO_INTERFERENCE, Interference, in_list_order, numbered_tasks, simulate_numbered
+from moe_jax.schedule.simulation import (
+    NO_INTERFERENCE,
+    BackgroundSum,
+    Interference,
+    Spans,
+    in_list_order,
+    numbered_tasks,
+    simulate_numbered,
+)
+
+_NO_SUMS: Mapping[Action, BackgroundSum] = {}
 
 
 class SimulatedTask(NamedTuple):
@@ -30,33 +40,38 @@ class Timeline:
     schedule: Schedule
     actions: Sequence[Action]
     streams: Sequence[Stream]
-    start_s: Mapping[int, float]  # sorted
-    end_s: Mapping[int, float]
+    spans: Spans
+    sums: Mapping[int, BackgroundSum] = field(default_factory=dict)
 
     @cached_property
     def tasks(self) -> tuple[SimulatedTask, ...]:
         """The tasks, sorted by start."""
         return tuple(
-            SimulatedTask(self.actions[task], self.streams[task], start_s, self.end_s[task])
-            for task, start_s in self.start_s.items()
+            SimulatedTask(self.actions[task], self.streams[task], start_s, self.spans.end_s[task])
+            for task, start_s in self.spans.start_s.items()
         )
 
     @cached_property
     def makespan_s(self) -> float:
-        """Duration of the step."""
-        return max(self.end_s.values())
+        """Duration of the step. What a sum passes on inside of a node is over after the sum's own stream is free."""
+        last_s = max(self.spans.end_s.values())
+        return max([last_s, *(self.spans.end_s[task] + own.inside_s for task, own in self.sums.items())])
 
     @cached_property
     def busy_s(self) -> dict[Stream, float]:
         """Busy time of each stream: its duration if it ran alone."""
         busy_s = dict.fromkeys(Stream, 0.0)
-        for task, start_s in self.start_s.items():
-            busy_s[self.streams[task]] += self.end_s[task] - start_s
+        for task in self.spans.start_s:
+            busy_s[self.streams[task]] += self._busy_s(task)
         return busy_s
 
     def busy_with_s(self, counts: Callable[[Action], bool]) -> float:
         """Busy time with the tasks that count."""
-        return sum(self.end_s[task] - start_s for task, start_s in self.start_s.items() if counts(self.actions[task]))
+        return sum(self._busy_s(task) for task in self.spans.start_s if counts(self.actions[task]))
+
+    def _busy_s(self, task: int) -> float:
+        start_s, end_s, paused_s = self.spans
+        return end_s[task] - start_s[task] - paused_s.get(task, 0.0)
 
     @property
     def exposed_s(self) -> float:
@@ -94,11 +109,13 @@ def simulate(
     stream_of: StreamOf = three_streams,
     rank_of: Callable[[Action], int] = in_list_order,
     interference: Interference = NO_INTERFERENCE,
+    sums: Mapping[Action, BackgroundSum] = _NO_SUMS,
 ) -> Timeline:
     """Simulate a schedule: one task at a time per stream, streams concurrently.
 
     `seconds` maps an action to its duration (`times.__getitem__` for a mapping). Streams run their tasks as listed;
-    with `rank_of=exchanges_first` a free stream runs a reduction only if no exchange is ready.
+    with `rank_of=exchanges_first` a free stream runs a reduction only if no exchange is ready. `sums` are those
+    that the host's threads run.
     Raises ScheduleError if tasks wait for each other.
     """
     tasks, streams = numbered_tasks(schedule.shape), streams_of(schedule.shape, stream_of)
@@ -106,5 +123,6 @@ def simulate(
     compute = (tasks.tasks[task] for task in order if streams[task] == Stream.COMPUTE)
     waits = {tasks.number[gather]: tasks.number[task] for gather, task in releases(schedule.shape, compute).items()}
     times_s, ranks = list(map(seconds, tasks.tasks)), ranks_of(schedule.shape, rank_of)
-    start_s, end_s = simulate_numbered(order, tasks.with_needs(waits), times_s, streams, ranks, interference)
-    return Timeline(schedule=schedule, actions=tasks.tasks, streams=streams, start_s=start_s, end_s=end_s)
+    in_background = {tasks.number[action]: own for action, own in sums.items()}
+    spans = simulate_numbered(order, tasks.with_needs(waits), times_s, streams, ranks, interference, in_background)
+    return Timeline(schedule=schedule, actions=tasks.tasks, streams=streams, spans=spans, sums=in_background)

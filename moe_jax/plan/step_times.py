@@ -10,6 +10,7 @@ from functools import cached_property
 
 from moe_jax.config import Config, ModelConfig
 from moe_jax.config.attention_kernels import STATE_CHUNK, kernel_of
+from moe_jax.config.registry import REDUCTION_FACTS
 from moe_jax.plan.clusters import Cluster, Device
 from moe_jax.plan.collective_costs import Collective, CollectiveCosts, DeviceGroup
 from moe_jax.plan.costs import order_times
@@ -42,6 +43,7 @@ from moe_jax.schedule.grad_buckets import exchanges_first
 from moe_jax.schedule.link_order import Priority, finish_times_s
 from moe_jax.schedule.schedule import Schedule
 from moe_jax.schedule.shape import StepShape
+from moe_jax.schedule.simulation import BackgroundSum
 
 # Bytes that pass through memory, forward and backward; estimates of how much XLA fuses.
 _PAIR_BYTES = (12, 24)  # per pair of tokens and head: logits in float32, weights
@@ -108,7 +110,8 @@ class Step:
             gathered_bytes(self.config, self.mesh),
         )
         schedule = make_schedule(self.config.schedule.policy, shape, known.of(shape), self.stream_of)
-        return simulate(schedule, self.task_seconds(schedule), self.stream_of, exchanges_first, self.interference)
+        times = self.task_seconds(schedule), self.stream_of, exchanges_first, self.interference
+        return simulate(schedule, *times, self._in_background(schedule))
 
     def task_seconds(self, schedule: Schedule) -> Seconds:
         """Task durations with the launch overhead of collectives."""
@@ -179,6 +182,14 @@ class Step:
             interference=self.interference,
         )
         return free.exposed_s
+
+    def _in_background(self, schedule: Schedule) -> dict[Action, BackgroundSum]:
+        """The sums that the host's threads run (`parallel/reductions/background.py`)."""
+        if not REDUCTION_FACTS.of(self.config.exchange.reduction).in_background:
+            return {}
+        sums = [(task, self.sums[owner_of(task)][task.part]) for task in filter(is_reduction, schedule.actions)]
+        passed_on_s = self.collectives.passed_on_s
+        return {task: BackgroundSum(passed_on_s(own.sent_bytes, own.group), own.parts == 1) for task, own in sums}
 
     @cached_property
     def times(self) -> TaskTimes:

@@ -124,7 +124,7 @@ def _merge(
     issued = interleave(numbers, lanes, tasks)
     if shape.grad_reduce != "bucketed" and shape.param_gather != "prefetch":
         return issued
-    filled, _ = simulate_numbered(issued, tasks, times_s, streams, _ranks(shape))
+    filled, *_ = simulate_numbered(issued, tasks, times_s, streams, _ranks(shape))
     lanes = [[task for task in filled if streams[task] == stream] for stream in _LANES]
     return interleave(numbers, lanes, tasks)
 

@@ -77,14 +77,16 @@ def numbered_tasks(shape: StepShape) -> NumberedTasks:
 _STREAMS = {stream: place for place, stream in enumerate(Stream)}
 _PLACES = tuple(_STREAMS.values())
 _COMPUTE = _STREAMS[Stream.COMPUTE]
-_COMMUNICATION = (_STREAMS[Stream.COMMUNICATION], _STREAMS[Stream.INTRA_NODE])
+_INTRA_NODE = _STREAMS[Stream.INTRA_NODE]
+_COMMUNICATION = (_STREAMS[Stream.COMMUNICATION], _INTRA_NODE)
 
 
 class Interference(NamedTuple):
     """How compute and communication that run at once delay each other: between nodes, and inside of a node.
 
     While a stream communicates, compute takes `slowdown` times as long; while both do, what each adds is added up. A
-    collective that starts while the device computes takes `start_s` seconds longer.
+    collective that starts while the device computes takes `start_s` seconds longer, unless it starts when another one
+    on its stream ends: it was waiting, and is sent at once.
     """
 
     slowdown: tuple[float, float] = (1.0, 1.0)
@@ -94,11 +96,29 @@ class Interference(NamedTuple):
 NO_INTERFERENCE = Interference()
 
 
+class BackgroundSum(NamedTuple):
+    """How a sum between nodes uses links, if the host's threads run it (`parallel/background.py`)."""
+
+    inside_s: float  # seconds inside of nodes, before and after
+    halves: bool  # sent in two equal parts, between which more urgent collectives may go
+
+
 class TimeSpan(NamedTuple):
     """The start and end of a task."""
 
     start_s: float
     end_s: float
+
+
+class Spans(NamedTuple):
+    """When tasks run, by their numbers."""
+
+    start_s: dict[int, float]  # sorted
+    end_s: dict[int, float]
+    paused_s: dict[int, float]  # between the halves of sums
+
+
+_NO_SUMS: Mapping[int, BackgroundSum] = {}
 
 
 def in_list_order(action: Action) -> int:
@@ -122,8 +142,8 @@ def simulate_streams(
     inside = {action: needs[action] for action in actions}
     tasks = NumberedTasks.of(inside)
     times_s, streams, ranks = list(map(seconds, inside)), list(map(stream_of, inside)), list(map(rank_of, inside))
-    start_s, end_s = simulate_numbered(range(len(inside)), tasks, times_s, streams, ranks, interference)
-    return {tasks.tasks[task]: TimeSpan(at_s, end_s[task]) for task, at_s in start_s.items()}
+    spans = simulate_numbered(range(len(inside)), tasks, times_s, streams, ranks, interference)
+    return {tasks.tasks[task]: TimeSpan(at_s, spans.end_s[task]) for task, at_s in spans.start_s.items()}
 
 
 def simulate_numbered(
@@ -133,10 +153,11 @@ def simulate_numbered(
     streams: Sequence[Stream],
     ranks: Sequence[int],
     interference: Interference = NO_INTERFERENCE,
-) -> tuple[dict[int, float], dict[int, float]]:
+    sums: Mapping[int, BackgroundSum] = _NO_SUMS,
+) -> Spans:
     """`simulate_streams` of tasks by number: `seconds`, `streams` and `ranks` have an entry for each task.
 
-    Returns the start of each task, sorted, and its end.
+    `sums` are the tasks that are sums in the background.
     """
     lanes: dict[tuple[int, Stream], deque[int]] = defaultdict(deque)
     for task in order:
@@ -146,14 +167,16 @@ def simulate_numbered(
     running, end_s = [-1] * len(_STREAMS), [math.inf] * len(_STREAMS)  # by stream: its task, and when that ends
     start_s: dict[int, float] = {}
     ended_s: dict[int, float] = {}
+    paused_s: dict[int, float] = {}  # since when, and later for how long
     now_s, slowed, interferes = 0.0, 1.0, interference != NO_INTERFERENCE
-    started: list[int] = []  # streams that started to communicate at this moment
+    started: list[int] = []  # streams that started to communicate at this moment, and did not just before
     slowdown, later_s = (dict(zip(_COMMUNICATION, values, strict=True)) for values in interference)
+    slows, free_s = dict.fromkeys(_COMMUNICATION, 0.0), dict.fromkeys(_COMMUNICATION, -1.0)
 
     def stretch() -> None:
         """Adjust the end of the running compute task when communication starts or stops next to it."""
         nonlocal slowed
-        factor = 1 + sum(times - 1 for stream, times in slowdown.items() if running[stream] >= 0)
+        factor = 1 + sum(slows.values())
         if running[_COMPUTE] >= 0 and slowed != factor:
             end_s[_COMPUTE] = now_s + (end_s[_COMPUTE] - now_s) * factor / slowed
             slowed = factor
@@ -162,13 +185,20 @@ def simulate_numbered(
         for stream, lane in by_rank:
             if running[stream] < 0 and lane and not waiting[lane[0]]:
                 task = running[stream] = lane.popleft()
-                start_s[task] = now_s
-                end_s[stream] = now_s + seconds[task]
+                if task in paused_s:
+                    paused_s[task] = now_s - paused_s[task]
+                else:
+                    start_s[task] = now_s
+                end_s[stream] = now_s + seconds[task] / (2 if task in sums and sums[task].halves else 1)
                 if interferes:
                     if stream == _COMPUTE:
                         slowed = 1.0
                     else:
-                        started.append(stream)
+                        slows[stream] = slowdown[stream] - 1
+                        if task in sums and seconds[task]:
+                            slows[stream] += (slowdown[_INTRA_NODE] - 1) * sums[task].inside_s / seconds[task]
+                        if free_s[stream] < now_s:
+                            started.append(stream)
                     stretch()
                 if end_s[stream] <= now_s:
                     break  # it ends before a lower rank gets the stream
@@ -183,7 +213,14 @@ def simulate_numbered(
         for stream in _PLACES:
             if end_s[stream] == now_s:
                 task = running[stream]
-                running[stream], end_s[stream], ended_s[task] = -1, math.inf, now_s
+                running[stream], end_s[stream] = -1, math.inf
+                if stream != _COMPUTE:
+                    slows[stream], free_s[stream] = 0.0, now_s
+                if task in sums and sums[task].halves and task not in paused_s:
+                    paused_s[task] = now_s
+                    lanes[ranks[task], streams[task]].appendleft(task)
+                    continue
+                ended_s[task] = now_s
                 for follower in followers[task]:
                     waiting[follower] -= 1
         if interferes:
@@ -192,7 +229,7 @@ def simulate_numbered(
         waits = stuck[0]
         missing = min(tasks.tasks[need] for need in tasks.needs[waits] if need not in ended_s)
         raise ScheduleError(f"{tasks.tasks[waits]} waits for {missing}, which never runs: check the order")
-    return start_s, ended_s
+    return Spans(start_s, ended_s, paused_s)
 
 
 def makespan_s(

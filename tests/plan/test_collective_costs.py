@@ -151,3 +151,11 @@ def test_every_part_of_a_ring_passes_through_every_node() -> None:
     beta_s = 1 / (8 * between.bytes_per_s * between.ring.efficiency)
     found = CollectiveCosts(cluster).ring(15e9, DeviceGroup(16, 1))
     assert found - between.line.alpha_s == pytest.approx(15e9 * beta_s, rel=0.1)
+
+
+def test_a_background_sum_is_passed_on_inside_of_nodes() -> None:
+    """The scatter and the gather send all but the own part of the numbers, once each: of 2 · 63/64 of them."""
+    costs, inside = CollectiveCosts(H100), H100.levels[0].line
+    sent_bytes, passed_on_bytes = 2 * 63 / 64 * 1e9, 2 * 7 / 8 * 1e9
+    assert costs.passed_on_s(sent_bytes, ALL) == pytest.approx(2 * inside.alpha_s + inside.beta_s * passed_on_bytes)
+    assert costs.passed_on_s(1e9, DeviceGroup(8, 1)) == costs.passed_on_s(1e9, DeviceGroup(8, 8)) == 0

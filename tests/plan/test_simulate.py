@@ -7,12 +7,13 @@ import pytest
 
 from moe_jax.plan.simulate import Timeline, simulate
 from moe_jax.plan.task_times import ComputeStage, Linear, TaskTimes, Transfer
-from moe_jax.schedule.actions import Action, ScheduleError, Stream, three_streams, two_streams
+from moe_jax.schedule.actions import Action, ScheduleError, Stream, is_reduction, three_streams, two_streams
 from moe_jax.schedule.build import make_schedule, make_shape
 from moe_jax.schedule.dependencies import task_graph
+from moe_jax.schedule.grad_buckets import exchanges_first
 from moe_jax.schedule.schedule import Schedule
 from moe_jax.schedule.shape import WEIGHT_GRADS
-from moe_jax.schedule.simulation import Interference
+from moe_jax.schedule.simulation import BackgroundSum, Interference, NumberedTasks, simulate_numbered
 from tests.schedule.steps import schedules
 
 
@@ -58,7 +59,10 @@ def test_times_exposure_and_memory_equal_slow_references(schedule):
 
 @pytest.mark.parametrize("schedule", schedules(seed=22)[::5], ids=lambda s: f"{s.policy}-{s.shape.grad_reduce}")
 def test_compute_and_communication_at_once_delay_each_other(schedule):
-    """Every task starts as soon as it may, and does its work at the speed of each moment: no other times do both."""
+    """Every task starts as soon as it may, and does its work at the speed of each moment: no other times do both.
+
+    A collective that follows another one on its stream at once starts in no time.
+    """
     seconds = _whole_seconds(schedule, seed=0)
     interference = Interference(slowdown=(1.5, 2.0), start_s=(0.25, 0.5))
     timeline = simulate(schedule, seconds.__getitem__, three_streams, interference=interference)
@@ -80,8 +84,9 @@ def test_compute_and_communication_at_once_delay_each_other(schedule):
 
     def more_s(task):
         computes = Stream.COMPUTE in running(task.start_s, moments[moments.index(task.start_s) + 1])
+        follows = any(each.end_s == task.start_s for each in span.values() if each.stream == task.stream)
         later_s = {Stream.COMMUNICATION: 0.25, Stream.INTRA_NODE: 0.5}
-        return later_s.get(task.stream, 0.0) if computes else 0.0
+        return later_s.get(task.stream, 0.0) if computes and not follows else 0.0
 
     needs, last = task_graph(schedule.shape), {}
     for action in schedule.actions:
@@ -90,6 +95,47 @@ def test_compute_and_communication_at_once_delay_each_other(schedule):
         assert task.start_s == pytest.approx(max((span[each].end_s for each in earlier), default=0.0))
         last[task.stream] = action
         assert work(task) == pytest.approx(seconds[action] + more_s(task))
+
+
+def test_between_the_halves_of_a_sum_goes_what_is_more_urgent():
+    """Three compute tasks of 1, 1 and 3 s; a sum of 4 s after the first, and an exchange of 2 s after the second."""
+    first, second, third = (Action("F", "attend", block, 0) for block in range(3))
+    exchange, reduction = Action("F", "dispatch", 0, 0), Action("G", "reduce", 0, 0)
+    needs = {each: frozenset[Action]() for each in (first, second, third)}
+    tasks = NumberedTasks.of(needs | {reduction: frozenset([first]), exchange: frozenset([second])})
+    streams, ranks = list(map(two_streams, tasks.tasks)), list(map(exchanges_first, tasks.tasks))
+    interference = Interference(slowdown=(1.5, 3.0))
+
+    def spans(halves, inside_s):
+        own = {tasks.number[reduction]: BackgroundSum(inside_s, halves)}
+        found = simulate_numbered(range(5), tasks, [1, 1, 3, 4, 2], streams, ranks, interference, own)
+        ends = {str(task): found.end_s[tasks.number[task]] for task in (second, third, reduction, exchange)}
+        return ends, found.paused_s
+
+    ends, paused_s = spans(False, 0.0)
+    assert ends == {"F.attend.1.0": 2.5, "F.attend.2.0": 7.0, "G.reduce.0.0": 5.0, "F.dispatch.0.0": 7.0}
+    assert paused_s == {}
+    ends, paused_s = spans(True, 0.0)
+    assert ends == {"F.attend.1.0": 2.5, "F.attend.2.0": 7.0, "G.reduce.0.0": 7.0, "F.dispatch.0.0": 5.0}
+    assert paused_s == {tasks.number[reduction]: 2.0}
+    # what is passed on inside of nodes slows compute down, too: by 2 for a second of 4
+    ends, _ = spans(False, 1.0)
+    third_s = 7 + 2 / 3  # 1 of its 3 s until the sum ends, 4/3 until the exchange ends, and the rest alone
+    expected = {"F.attend.1.0": 3.0, "F.attend.2.0": third_s, "G.reduce.0.0": 5.0, "F.dispatch.0.0": 7.0}
+    assert ends == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("schedule", schedules(seed=23)[::7], ids=lambda s: f"{s.policy}-{s.shape.grad_reduce}")
+def test_a_step_ends_when_its_sums_have_been_passed_on(schedule):
+    seconds = _whole_seconds(schedule, seed=0)
+    reductions = list(filter(is_reduction, schedule.actions))
+    plain = simulate(schedule, seconds.__getitem__, two_streams)
+    late = {task: BackgroundSum(2.0, halves=True) for task in reductions}
+    timeline = simulate(schedule, seconds.__getitem__, two_streams, sums=late)
+    ends_s = {task.action: task.end_s + 2.0 * (task.action in late) for task in timeline.tasks}
+    assert timeline.makespan_s == max(ends_s.values())
+    assert timeline.busy_s == plain.busy_s  # in list order nothing goes between halves
+    assert timeline.busy_with_s(is_reduction) == sum(map(seconds.__getitem__, reductions))
 
 
 def test_an_order_that_cannot_run_is_named():

@@ -68,7 +68,7 @@ def test_the_end_of_a_step_in_list_order_is_that_of_its_simulation(schedule: Sch
     tasks, streams = numbered_tasks(schedule.shape), streams_of(schedule.shape, two_streams)
     times_s = list(map(random_costs(2, schedule.shape).of(schedule.shape), tasks.tasks))
     order = tasks.numbers(schedule.actions)
-    _, end_s = simulate_numbered(order, tasks, times_s, streams, [0] * len(streams))
+    _, end_s, _ = simulate_numbered(order, tasks, times_s, streams, [0] * len(streams))
     assert makespan_s(order, tasks, times_s, streams) == max(end_s.values())
     assert makespan_s(order[::-1], tasks, times_s, streams) == float("inf")
     assert makespan_s(order[1:], tasks, times_s, streams) == float("inf")
