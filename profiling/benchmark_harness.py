@@ -25,7 +25,8 @@ from moe_jax.step.compile import step_program, target_here
 from moe_jax.step.trainer import make_trainer
 
 _RUNS = 3  # traces; shares of tasks are medians over them
-_CLOCKED = 9  # timed steps; step times are medians over them
+_CLOCKED = 5  # step times are medians over so many means of `IN_A_ROW` steps
+IN_A_ROW = 3  # steps that follow each other, as in training; after a barrier processes start at different times
 
 Step = Callable[[], Any]  # runs one step; its result is ready when the step is done
 
@@ -104,7 +105,7 @@ class Profile(NamedTuple):
 def profiled(harness: Harness, config: Config, parts: Sequence[int], keep: Axis | None = None) -> Profile:
     """Time a step split into each number of parts. Traces give the shares of tasks, the clock the total time.
 
-    XLA's collectives over the axis `keep` are part of the tasks that have them.
+    XLA's collectives over the axis `keep` are part of the tasks that have them, and those of few numbers of the rest.
     """
     steps, runs = {}, {}
     for count in parts:
@@ -117,21 +118,23 @@ def profiled(harness: Harness, config: Config, parts: Sequence[int], keep: Axis 
         alone = harness.step_of(_without_communication(harness, config, parts[0]))
         seconds_per_step(alone, 1)
     # alternately, so that other load on the machine affects all of them alike
-    clock = [{count: seconds_per_step(step, 1) for count, step in steps.items()} for _ in range(_CLOCKED)]
-    alone_s = statistics.median(seconds_per_step(alone, 1) for _ in range(_CLOCKED))
+    clock = [{count: seconds_per_step(step, IN_A_ROW) for count, step in steps.items()} for _ in range(_CLOCKED)]
+    alone_s = statistics.median(seconds_per_step(alone, 1) for _ in range(2 * _CLOCKED))
     found: dict[str, dict[int, dict[str, float]]] = {op: {} for op in OPS}
-    shared = {}
+    rest_s = []
     for count, step_s in {count: statistics.median(times[count] for times in clock) for count in steps}.items():
         own = np.median(runs[count], axis=0)
         each = multihost_utils.process_allgather(np.float32(own * step_s / own.sum()))
         # processes that wait for each other inside of tasks take equally long together, each with its own waits
-        shared[count] = np.max(each, axis=0) if keep is None else np.mean(each, axis=0)
-        for op, times in zip(OPS, shared[count].tolist(), strict=False):
+        shared = np.max(each, axis=0) if keep is None else np.mean(each, axis=0)
+        # in the rest, those that are early wait for the last one
+        rest_s.append(float((np.max if keep is None else np.min)(each[:, -1].sum(axis=-1))))
+        for op, times in zip(OPS, shared.tolist(), strict=False):
             if any(times):
                 found[op][count] = dict(zip("FBW", times, strict=True))
     return Profile(
         {op: at for op, at in found.items() if at},
-        statistics.mean(float(each[-1].sum()) for each in shared.values()),
+        statistics.mean(rest_s),
         alone,
         float(np.max(multihost_utils.process_allgather(np.float32(alone_s)))),
     )

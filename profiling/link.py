@@ -37,35 +37,32 @@ Wait = Callable[[], None]
 class Link:
     """Exchanges over the link of a harness's mesh, and gathers over its tensor ranks."""
 
-    def __init__(self, harness: Harness, share: float = 1.0):
+    def __init__(self, harness: Harness, profile: Profile, share: float = 1.0):
         """`share` of a core is what each process has."""
-        self._share = share
+        self._share, self._profile = share, profile
         self._tensor = harness.config.mesh.sizes["tensor"]
         self._on_mesh = functools.partial(jax.shard_map, mesh=harness.mesh, out_specs=REPLICATED, check_vma=False)
         box.set_data_rate(_UNTHROTTLED)
         self._start_times, self._finish_times = self._handling()
+        self._in_node = self._line("gather_rows", jax.process_index() ^ 1) if self._tensor > 1 else None
 
-    def times(self, rate: float, profile: Profile) -> LinkTimes:
+    def times(self, rate: float) -> LinkTimes:
         """Measure at this number of bits per second; the result is the same on all processes."""
         box.set_data_rate(rate)
-        device = jax.process_index()
-        return LinkTimes(
-            between=self._line("exchange", (device + self._tensor) % (2 * self._tensor), profile),
-            in_node=self._line("gather_rows", device ^ 1, profile) if self._tensor > 1 else None,
-            start=self._start_times,
-            finish=self._finish_times,
-        )
+        other = (jax.process_index() + self._tensor) % (2 * self._tensor)
+        between = self._line("exchange", other)
+        return LinkTimes(between=between, in_node=self._in_node, start=self._start_times, finish=self._finish_times)
 
-    def _line(self, kind: background.Kind, other: int, profile: Profile) -> LineTimes:
+    def _line(self, kind: background.Kind, other: int) -> LineTimes:
         """Measure collectives with another process: alone, next to compute, and what compute loses."""
-        alone_s, busy_s = self._transfers_s(kind, other), self._transfers_s(kind, other, profile.step)
+        alone_s, busy_s = self._transfers_s(kind, other), self._transfers_s(kind, other, self._profile.step)
         line = fit_linear([size / 2 for size in _SIZES], alone_s).line
         line = Linear(same(line.alpha_s), same(line.beta_s))
         return LineTimes(
             alpha_s=line.alpha_s,
             bytes_per_s=1 / line.beta_s,
             busy_s=max(same(statistics.mean(busy_s) - statistics.mean(alone_s)), 0.0),
-            slowdown=same(self._slowdown(kind, profile, line)),
+            slowdown=same(self._slowdown(kind, line)),
         )
 
     def _transfers_s(self, kind: background.Kind, other: int, step: Step | None = None) -> list[float]:
@@ -91,12 +88,12 @@ class Link:
         thread.join()
         return found
 
-    def _slowdown(self, kind: background.Kind, profile: Profile, line: Linear) -> float:
+    def _slowdown(self, kind: background.Kind, line: Linear) -> float:
         """Return the slowdown of compute during longer collectives, relative to compute alone right before."""
-        size = _SIZES[-1]
+        size, profile = _SIZES[-1], self._profile
         enough = math.ceil(_LONGER * profile.step_s / line.seconds(size / 2))
         found = []
-        for _ in range(_SLOWED):
+        for _ in range(_SLOWED + 1):
             alone_s = seconds_per_step(profile.step, 1)
             multihost_utils.sync_global_devices("slowed")
             under_way = [self._start(size, kind=kind) for _ in range(enough)]
@@ -105,7 +102,7 @@ class Link:
             found.append((time.perf_counter() - begin) / alone_s)
             for finish in under_way:
                 finish()
-        return statistics.median(found)
+        return statistics.median(found[1:])  # the first one is the warm-up
 
     def _handling(self) -> list[tuple[float, float]]:
         """Measure the compute that starting and finishing takes, on an unthrottled link.

@@ -17,19 +17,21 @@ from moe_jax.parallel.ordering import depend_on
 from moe_jax.parallel.sharding import REPLICATED
 
 _FUNCTIONS = ("all_to_all", "ragged_all_to_all", "psum", "ppermute", "psum_scatter", "all_gather")
+_FEW = 64  # numbers of a collective that stays
 _PRIMITIVES = {"all_to_all", "ragged_all_to_all", "psum", "psum_invariant", "ppermute", "reduce_scatter", "all_gather"}
 
 
 @contextmanager
 def without_communication(keep: Axis | None = None) -> Iterator[None]:
     """Within this context, trace programs with a local operation of equal result shape in place of every collective,
-    except those of XLA over the axis `keep`.
+    except those of XLA over the axis `keep`, if there is one, and then those of few numbers, as norms and metrics.
     """
     originals: dict[str, Callable[..., Any]] = {name: getattr(jax.lax, name) for name in _FUNCTIONS}
     in_background = {name: getattr(background, name) for name in ("start", "start_after", "finish")}
 
     def stand_in(collective: Callable[..., Any], tree: Any, *args: Any, **options: Any) -> Any:
-        if keep is not None and args and args[0] == keep:
+        is_small = sum(math.prod(jnp.shape(x)) for x in jax.tree.leaves(tree)) <= _FEW
+        if keep is not None and (is_small or (args and args[0] == keep)):
             return collective(tree, *args, **options)
 
         def local(x: jax.Array) -> jax.Array:

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import box
-from benchmark_harness import Harness, Profile, Step, print_once, profiled, seconds_per_step
+from benchmark_harness import IN_A_ROW, Harness, Profile, Step, print_once, profiled, seconds_per_step
 from count_argument import check_least
 from link import Link, slowest
 from predicted_cases import MESHES, MODELS, VARIANTS, LinkTimes, TaskTimes, config_of, predicted_step_s, variants_on
@@ -76,8 +76,8 @@ def compare_on_mesh(
     times = TaskTimes(profile.tasks, profile.rest_s)
     times.write(path)
     print_once(f"{model}, {mesh} axis: profiled")
-    link = Link(harness, _SHARE if arguments.processes == 4 else 1.0)
-    links = {rate: link.times(rate, profile) for rate in rates}
+    link = Link(harness, profile, _SHARE if arguments.processes == 4 else 1.0)
+    links = {rate: link.times(rate) for rate in rates}
     settings = [*arguments.overrides, f"schedule.task_times={path}"]
     configs = {variant: config_of(model, mesh, *settings, *VARIANTS[variant]) for variant in variants_on(mesh)}
     steps = {variant: harness.step_of(harness.compiled(config)) for variant, config in configs.items()}
@@ -103,8 +103,7 @@ def rounds(
     for round_index, rate in itertools.product(range(count + 1), rates):
         box.set_data_rate(rate)
         for variant, step in steps.items():
-            alone_s = slowest(seconds_per_step(profile.step, 1))
-            step_s = seconds_per_step(step, 1)
+            alone_s, step_s = slowest(seconds_per_step(profile.step, 1)), seconds_per_step(step, IN_A_ROW)
             if round_index:  # round 0 is the warm-up
                 seconds.setdefault((rate, variant), []).append((alone_s, step_s))
     return seconds

@@ -97,10 +97,13 @@ def test_without_communication_no_collective_is_left_and_shapes_stay():
     np.testing.assert_array_equal(program()(jnp.ones((32, 8))), 256.0)  # 8 devices · 4 ranks · 8 devices
 
 
-def test_collectives_of_one_axis_can_be_kept():
+@pytest.mark.parametrize(("columns", "few"), [(32, []), (8, ["psum"])])
+def test_collectives_of_one_axis_can_be_kept_and_with_them_those_of_few_numbers(columns, few):
+    """A device has four rows, and of what is summed over all devices and sent on, 64 numbers are few."""
     with without_communication(keep=Axis.EXPERT):
-        kept = collectives_of(program().trace(jnp.ones((32, 8))).jaxpr)
-    assert [each.primitive.name for each in kept] == ["all_to_all"] * 3 + ["reduce_scatter", "all_gather"]
+        kept = collectives_of(program().trace(jnp.ones((32, columns))).jaxpr)
+    kinds = [each.primitive.name for each in kept if each.num_bytes > 4]
+    assert kinds == ["all_to_all"] * 3 + few + ["reduce_scatter", "all_gather"] + (["ppermute"] if few else [])
 
 
 def test_communication_alone_runs_the_same_collectives():
