@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Num
 
+from moe_jax.parallel.byte_numbers import PARTS, from_byte_numbers, to_byte_numbers
 from moe_jax.parallel.eight_bits import count_bytes, from_bytes, to_bytes
 from moe_jax.parallel.sharding import Dims, is_matrix, map_dims
 from moe_jax.parallel.trees import Gathers, ParamDims, ShardSpecs
@@ -25,7 +26,9 @@ from moe_jax.parallel.zero import ShardSpec, all_gather_in_order, ranks_of
 
 _ACTIVATIONS = (("context",), ("tensor",))  # axes of other gathers
 _ROUTERS = {"choices", "slots"}  # dimensions of gates' matrices, which compute in float32
-_SMALL_BYTES = 2**22  # of a whole array: smaller ones share a gather
+_SMALL_BYTES = 2**24  # of a whole array: smaller ones share a gather
+
+_LANES, _TILE_ROWS = 128, 16  # of a tile of 16-bit numbers on TPUs; of wider ones, two
 
 ExpertGather = Literal["compute", "wide", "bytes"]  # the type in which experts are gathered
 
@@ -155,37 +158,57 @@ def gather_in_order(gathers: Sequence[ParamGather], shards: Sequence[jax.Array])
 def gathered_together(gathers: Sequence[ParamGather], shards: Sequence[jax.Array]) -> list[tuple[int, ...]]:
     """Return the numbers of the arrays of each gather, without arrays that every device has.
 
-    Small arrays that are sharded over the same axes share a gather, one for each dtype. Runs inside `shard_map`.
+    Small arrays that are sharded over the same axes share a gather, float32 and one narrower type together. Runs inside
+    `shard_map`.
     """
     groups: dict[tuple[object, ...], list[int]] = {}
     for number, (own, shard) in enumerate(zip(gathers, shards, strict=True)):
         if own.shard_spec.axes:
             whole_bytes = ranks_of(own.shard_spec.axes) * shard.size * jnp.dtype(own.sent).itemsize
-            key = (own.shard_spec.axes, own.sent) if whole_bytes < _SMALL_BYTES else (number,)
+            key = (own.shard_spec.axes, own.as_bytes) if whole_bytes < _SMALL_BYTES else (number,)
             groups.setdefault(key, []).append(number)
     return [tuple(numbers) for numbers in groups.values()]
 
 
 def flat_shards(gathers: Sequence[ParamGather], shards: Sequence[jax.Array]) -> Num[Array, " n"]:
-    """Return the shards of arrays that are gathered together, as one vector."""
-    return jnp.concatenate([own.cast(shard).ravel() for own, shard in zip(gathers, shards, strict=True)])
+    """Return the shards of arrays that are gathered together, as one vector of the narrowest type."""
+    sent, narrow = [own.cast(shard).ravel() for own, shard in zip(gathers, shards, strict=True)], _narrowest(gathers)
+    parts = [x if x.dtype == narrow else to_byte_numbers(x, narrow) for x in sent]
+    return jnp.concatenate([jnp.pad(x, (0, -len(x) % _aligned_to(gathers))) for x in parts])
 
 
 def gather_flat(
     gathers: Sequence[ParamGather], flat_n: Num[Array, " n"], shapes: Sequence[tuple[int, ...]]
 ) -> list[jax.Array]:
     """Return whole arrays, from this device's `flat_shards` of them. `shapes` are those of the shards."""
-    return from_flat(gathers, ShardSpec(0, gathers[0].shard_spec.axes).all_gather(flat_n, gathers[0].platform), shapes)
+    rows_rc = flat_n.reshape(-1, _LANES) if _aligned_to(gathers) > 1 else flat_n
+    return from_flat(gathers, ShardSpec(0, gathers[0].shard_spec.axes).all_gather(rows_rc, gathers[0].platform), shapes)
 
 
 def from_flat(
-    gathers: Sequence[ParamGather], rank_n: Num[Array, " n"], shapes: Sequence[tuple[int, ...]]
+    gathers: Sequence[ParamGather], rank_n: Num[Array, "..."], shapes: Sequence[tuple[int, ...]]
 ) -> list[jax.Array]:
-    """Return whole arrays, from the `flat_shards` of all ranks, one after another."""
-    rank_Pn = rank_n.reshape(ranks_of(gathers[0].shard_spec.axes), -1)
-    ends = list(itertools.accumulate(own.sent_size(shape) for own, shape in zip(gathers, shapes, strict=True)))
+    """Return whole arrays, from the `flat_shards` of all ranks, one after another, as a vector or in rows."""
+    ranks, narrow, aligned = ranks_of(gathers[0].shard_spec.axes), _narrowest(gathers), _aligned_to(gathers)
+    lanes = _LANES if aligned > 1 else 1
+    rank_Prc = rank_n.reshape(ranks, -1, lanes)
+    parts_of = [1 if own.sent == narrow else PARTS for own in gathers]
+    sizes = [each * own.sent_size(shape) for each, own, shape in zip(parts_of, gathers, shapes, strict=True)]
+    rows = [-(-size // aligned) * aligned // lanes for size in sizes]
     whole = []
-    for own, part_Pn, shape in zip(gathers, jnp.split(rank_Pn, ends[:-1], axis=1), shapes, strict=True):
-        part_Pm = from_bytes(part_Pn, shape, own.dtype) if own.as_bytes else part_Pn.astype(own.dtype)
-        whole.append(own.shard_spec.from_ranks(part_Pm, shape))
+    split = jnp.split(rank_Prc, list(itertools.accumulate(rows))[:-1], axis=1)
+    for own, part_Prc, size, shape in zip(gathers, split, sizes, shapes, strict=True):
+        part_Pn = part_Prc.reshape(ranks, -1)[:, :size]
+        sent_Pn = part_Pn if own.sent == narrow else from_byte_numbers(part_Pn)
+        whole_Pm = from_bytes(sent_Pn, shape, own.dtype) if own.as_bytes else sent_Pn.astype(own.dtype)
+        whole.append(own.shard_spec.from_ranks(whole_Pm, shape))
     return whole
+
+
+def _aligned_to(gathers: Sequence[ParamGather]) -> int:
+    """Return a divisor of the length of each array in a shared gather: on TPUs whole tiles, which are cut fast."""
+    return _LANES * _TILE_ROWS if gathers[0].platform == "tpu" and len(gathers) > 1 else 1
+
+
+def _narrowest(gathers: Sequence[ParamGather]) -> str:
+    return min((own.sent for own in gathers), key=lambda dtype: jnp.dtype(dtype).itemsize)

@@ -60,27 +60,31 @@ def test_parts_are_those_of_the_flat_rows_and_make_up_the_whole(shard_spec, plat
     np.testing.assert_array_equal(total, np.broadcast_to(ranks * x, (8, *x.shape)))
 
 
-def test_small_arrays_of_a_type_and_axes_share_a_gather_and_arrive_bit_for_bit():
+def test_small_arrays_of_equal_axes_share_a_gather_and_arrive_bit_for_bit():
+    """Also of several types, as bits."""
     shape, types = (8, 8, 16), ("bfloat16", "float32")
     shard_specs = [ShardSpec(0, BATCH_AXES), ShardSpec(2, BATCH_AXES), ShardSpec(1, DATA), ShardSpec()]
     owns = [ParamGather(shard_spec, dtype, "tpu", dtype) for dtype in types for shard_spec in shard_specs]
     values = np.random.default_rng(0).normal(size=(len(owns), *shape)).astype(np.float32)
     values[:, 0, 0, :2] = np.nan, -0.0
-    large = ParamGather(ShardSpec(1, BATCH_AXES), "float32", "tpu", "float32")  # 4 MiB
+    large = ParamGather(ShardSpec(1, BATCH_AXES), "float32", "tpu", "float32")  # 16 MiB
+    together = [(0, 1, 4, 5), (2, 6), (8,)]
 
-    def body(_: jax.Array) -> list[jax.Array]:
+    def body(_: jax.Array) -> dict[int, jax.Array]:
         shards = [own.shard_spec.local_shard(jnp.asarray(x)) for own, x in zip(owns, values, strict=True)]
-        of_large = large.shard_spec.local_shard(jnp.zeros((2**10, 2**10)))
-        assert gathered_together([*owns, large], [*shards, of_large]) == [(0, 1), (2,), (4, 5), (6,), (8,)]
-        whole = []
-        for first in (0, 4):
-            pair = owns[first : first + 2], shards[first : first + 2]
-            whole += gather_flat(pair[0], flat_shards(*pair), [shard.shape for shard in pair[1]])
-        return [x[None] for x in whole]
+        of_large = large.shard_spec.local_shard(jnp.zeros((2**11, 2**11)))
+        assert gathered_together([*owns, large], [*shards, of_large]) == together
+        whole = {}
+        for numbers in (*together[:2], (0, 1), (5,)):
+            some, of_some = [owns[number] for number in numbers], [shards[number] for number in numbers]
+            arrays = gather_flat(some, flat_shards(some, of_some), [shard.shape for shard in of_some])
+            whole |= {number + 10 * len(numbers): x[None] for number, x in zip(numbers, arrays, strict=True)}
+        return whole
 
     wholes = on_mesh(body, PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES), data=2, expert=4)(np.zeros(8))
-    for whole, number in zip(wholes, (0, 1, 4, 5), strict=True):
-        expected = np.asarray(jnp.asarray(values[number], owns[number].dtype))
+    assert len(wholes) == 9
+    for name, whole in wholes.items():
+        expected = np.asarray(jnp.asarray(values[name % 10], owns[name % 10].dtype))
         assert np.asarray(whole).tobytes() == np.broadcast_to(expected, (8, *shape)).tobytes()
 
 
