@@ -105,9 +105,7 @@ def add_round_flags(parser: argparse.ArgumentParser, *, rate: str, out_of: str, 
 
 
 def parse_round_flags(parser: argparse.ArgumentParser, *, unit: str, processes: Sequence[int]) -> argparse.Namespace:
-    """Read the command line of a benchmark that measures rounds, of one of these numbers of processes, by default the
-    first. Raises UserError.
-    """
+    """Read the command line of a benchmark of rounds. The default of `processes` is the first. Raises UserError."""
     add_round_flags(parser, rate="1gbit", out_of="process", unit=unit, rounds=12)
     add_arguments(parser)
     parser.set_defaults(processes=processes[0])
