@@ -190,6 +190,7 @@ def target_devices(target: Target) -> list[Any]:
             topology_name=target.kind,
             platform="cuda",
             target_config=_GPU_CONFIG.format(
+                name=target.kind.upper(),
                 memory_bandwidth=_GPU_BANDWIDTH[target.kind],
                 device_memory_size=PRESETS[target.kind].device.memory_bytes,
             ),
@@ -222,6 +223,7 @@ gpu_device_info {{
   cuda_compute_capability {{ major: 9 }}
 }}
 platform_name: "CUDA"
+device_description_str: "NVIDIA {name}"
 dnn_version_info {{ major: 9 minor: 10 }}
 """
 
