@@ -19,10 +19,11 @@ from results_file import quartiles, rounded, write_result
 from moe_jax.config import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from moe_jax.config.draft import open_draft
 from moe_jax.errors import CommandParser, run_command
-from moe_jax.plan.candidates import choices, schedules, with_rates
+from moe_jax.plan.candidates import choices, schedules
 from moe_jax.plan.clusters import Cluster, find_cluster
 from moe_jax.plan.estimate import estimate
 from moe_jax.plan.memory import step_memory
+from moe_jax.plan.rates import with_rates
 
 CLUSTERS = ("rtx3090x16", "rtx2080tix32")
 _WIDTHS = (512, 1024, 2048, 4096, 8192)

@@ -4,7 +4,6 @@ Only settings that a draft leaves open are chosen; the others are as the draft h
 sequences, are placed relative to expert ranks as MoNTA does ("Cluster Expansion").
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -84,20 +83,6 @@ class Refused:
     def reason(self) -> str:
         """The reason as text."""
         return self.why.text
-
-
-def with_rates(schedule: ScheduleConfig, cluster: Cluster) -> ScheduleConfig:
-    """The schedule section with the rates that training orders tasks by: the cluster's, unless set."""
-    device, near, far = cluster.device, cluster.levels[0], cluster.levels[-1]
-    rates = {
-        "device_tflops": device.matrix_flops_per_s * device.matrix_efficiency / 1e12,
-        "link_gb_per_s": 1e-9 / near.line.beta_s,
-        "network_gb_per_s": 1e-9 / far.line.beta_s,
-    }
-    known: dict[str, Any] = {name: float(f"{rate:.4g}") for name, rate in rates.items()}
-    return dataclasses.replace(
-        schedule, **{name: rate for name, rate in known.items() if getattr(schedule, name) is None}
-    )
 
 
 def on_meshes(draft: Draft, cluster: Cluster) -> Iterator[Config | Refused]:

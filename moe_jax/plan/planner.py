@@ -19,9 +19,10 @@ from moe_jax.config.draft import Draft
 from moe_jax.config.registry import OPEN_EXCHANGE
 from moe_jax.config.validate import check_ranges
 from moe_jax.errors import ConfigError, UserError
-from moe_jax.plan.candidates import Refused, on_meshes, with_rates
+from moe_jax.plan.candidates import Refused, on_meshes
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.infeasible import no_plan_message, too_large
+from moe_jax.plan.rates import with_rates
 from moe_jax.plan.search import Candidate, MeshConfigs, PlanSearch, remats, step_s
 from moe_jax.plan.speeds_text import with_rank_speeds
 

@@ -16,6 +16,7 @@ from moe_jax.config import Config
 from moe_jax.config.layer_layout import GroupBlock, Stages
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.plan.pass_orders import Orders, orders_of
+from moe_jax.plan.rates import with_rates_of
 from moe_jax.schedule.pipelines.build import make_table
 from moe_jax.schedule.pipelines.dependencies import check as check_table
 from moe_jax.schedule.pipelines.memory import Slots, slots_of
@@ -122,6 +123,7 @@ class PipelinedPlan:
 
 def make_plan(config: Config, mesh: Mesh) -> PipelinedPlan:
     """Build the plan that a config selects. Raises ScheduleError or ConfigError."""
+    config = with_rates_of(config, mesh.devices.flat[0].device_kind)
     settings, sizes = config.schedule, mesh.shape
     table = make_table(settings.pipeline, sizes["pipeline"], config.train.grad_accumulation, settings.virtual_stages)
     check_table(table)

@@ -25,6 +25,7 @@ from moe_jax.parallel.zero import unsharded_specs
 from moe_jax.plan.costs import order_times
 from moe_jax.plan.measured import read_times
 from moe_jax.plan.param_gathers import gathered_bytes
+from moe_jax.plan.rates import with_rates_of
 from moe_jax.plan.task_times import TaskStage
 from moe_jax.schedule.actions import is_reduction
 from moe_jax.schedule.build import make_schedule, step_shape, step_streams
@@ -60,9 +61,9 @@ def make_plan(config: Config, mesh: Mesh) -> ScheduledPlan:
     """Build the schedule that a config selects, and the buckets of its reductions. Raises ScheduleError or
     ConfigError.
     """
-    settings = config.schedule
+    config = with_rates_of(config, mesh.devices.flat[0].device_kind)
+    settings, platform = config.schedule, ComputeConfig.of(config, mesh).platform
     reductions = reductions_of(config, mesh, settings.bucket_cap_mb if settings.grad_reduce == "bucketed" else None)
-    platform = ComputeConfig.of(config, mesh).platform
     shape = step_shape(config, mesh.shape, [len(reduction.chunks) for reduction in reductions])
     sent = [reduction.sent_bytes(mesh.shape) for reduction in reductions]
     gathered = gathered_bytes(config, mesh.shape)
