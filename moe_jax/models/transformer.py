@@ -71,6 +71,7 @@ class ComputeConfig:
     hot_experts: int = 0  # the most experts of a block that all expert ranks have copies of
     balanced_fill: float = 1.0  # the share of a dropless buffer's rows that exist if routing is balanced
     rank_speeds: tuple[float, ...] | None = None  # of the expert ranks; None: all equal
+    exchanges_inside_nodes: bool = False  # GPUs are in several nodes, and no exchange of experts' rows leaves one
 
     @property
     def route(self) -> DispatchRoute:
@@ -108,6 +109,7 @@ class ComputeConfig:
         if per_node is None:
             dims = map(mesh.axis_names.index, config.mesh.expert_axes)
             per_node = ranks_per_node(mesh.devices, *dims, hosts=hosts())
+        node = ranks_per_node(mesh.devices, *range(mesh.devices.ndim), hosts=hosts())
         check_node_split(per_node, config.mesh, mesh.shape)
         check_rank_speeds(config, mesh.shape)
         shared_by = config.mesh.expert_tensor_ranks(mesh.shape)
@@ -140,6 +142,7 @@ class ComputeConfig:
             hot_experts=config.exchange.hot_experts,
             balanced_fill=balanced_fill(config.model.moe, config.exchange.rank_capacity_factor, size),
             rank_speeds=config.rank_speeds,
+            exchanges_inside_nodes=platform == "gpu" and 1 < per_node == size and node < mesh.size,
         )
 
 

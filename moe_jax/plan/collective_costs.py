@@ -175,6 +175,11 @@ class CollectiveCosts:
         """Whether members are on several nodes."""
         return self.ranks_per_node(group) < group.ranks
 
+    def stay_inside_nodes(self, group: DeviceGroup) -> bool:
+        """Whether there are several nodes of GPUs, and two or more members that share one."""
+        several = self._cluster.node_devices < self._cluster.devices
+        return several and group.ranks > 1 and not self.leaves_node(group) and self._cluster.device.platform == "gpu"
+
     def share_links(self, one: DeviceGroup, other: DeviceGroup) -> bool:
         """Whether transfers within both groups use the same links. Axes of a torus are assumed to have their own."""
         if min(one.ranks, other.ranks) == 1:

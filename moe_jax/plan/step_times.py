@@ -95,7 +95,8 @@ class Step:
 
     @cached_property
     def stream_of(self) -> StreamOf:
-        return step_streams(self.config, self.mesh, self.device.platform)
+        inside = self.collectives.stay_inside_nodes(self.experts)
+        return step_streams(self.config, self.mesh, self.device.platform, inside)
 
     @cached_property
     def timeline(self) -> Timeline:

@@ -97,6 +97,13 @@ def two_streams(action: Action) -> Stream:
     return Stream.COMPUTE if three_streams(action) == Stream.COMPUTE else Stream.COMMUNICATION
 
 
+def by_reach(action: Action) -> Stream:
+    """Assign a task to compute, to links inside a node (rows), or to those between nodes (gathers of parameters and
+    sums). For clusters of several nodes that have all ranks of an expert group each.
+    """
+    return Stream.INTRA_NODE if is_transfer(action) else two_streams(action)
+
+
 def is_transfer(action: Action) -> bool:
     """Whether a task moves rows between devices."""
     return action.direction in ("F", "B") and _STREAM[action.op] != Stream.COMPUTE

@@ -18,6 +18,7 @@ from moe_jax.schedule.actions import (
     Seconds,
     Stream,
     StreamOf,
+    by_reach,
     is_param_gather,
     is_reduction,
     three_streams,
@@ -245,12 +246,17 @@ def has_tensor_tasks(config: Config, mesh: Mapping[str, int]) -> bool:
     return config.exchange.tensor_form == "sharded_scheduled" and config.mesh.expert_tensor_ranks(mesh) > 1
 
 
-def step_streams(config: Config, mesh: Mapping[str, int], platform: str) -> StreamOf:
+def step_streams(
+    config: Config, mesh: Mapping[str, int], platform: str, exchanges_inside_nodes: bool = False
+) -> StreamOf:
     """The streams of a step's tasks.
 
     Gathers and sums over tensor ranks have a stream of their own on TPUs, where each axis of the mesh has its own
-    links, and on CPUs if exchanges run in the background. XLA:GPU runs one collective at a time.
+    links, and on CPUs if exchanges run in the background. XLA:GPU runs one collective at a time on the links of a node,
+    and another one between nodes (`exchanges_inside_nodes`: there are several, and no exchange leaves one).
     """
+    if exchanges_inside_nodes:
+        return by_reach
     of_their_own = platform == "tpu" or (platform == "cpu" and config.exchange.facts.only_starts)
     return three_streams if has_tensor_tasks(config, mesh) and of_their_own else two_streams
 

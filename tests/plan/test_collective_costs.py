@@ -37,6 +37,15 @@ def test_the_choice_is_the_least_and_follows_what_is_scarce() -> None:
     assert CollectiveCosts(H100).exchange(1e6, DeviceGroup(8, 1)).algorithm == "flat", "there is one node"
 
 
+def test_which_exchanges_have_other_links_than_sums() -> None:
+    """Of GPUs in several nodes, if all of a group are in one."""
+    inside = CollectiveCosts(H100).stay_inside_nodes
+    assert all(inside(group) for group in (DeviceGroup(8, 1), DeviceGroup(2, 4)))
+    assert not any(inside(group) for group in (ALL, DeviceGroup(8, 8), DeviceGroup(1, 1)))
+    assert not CollectiveCosts(find_cluster("h100x8")).stay_inside_nodes(DeviceGroup(8, 1))
+    assert not CollectiveCosts(find_cluster("2xv5p-32")).stay_inside_nodes(DeviceGroup(8, 1))
+
+
 def test_what_is_given_is_timed() -> None:
     """Not the fastest way. Without nodes, or on uneven ones, exchanges by way of nodes are flat, as in training."""
     for group in (ALL, DeviceGroup(8, 1)):

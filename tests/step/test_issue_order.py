@@ -42,6 +42,40 @@ def test_where_tpus_gather_weights_compute_waits_for_earlier_collectives(platfor
     assert [names.count("sin") for names in needed] == collectives
 
 
+def test_gathers_with_links_of_their_own_run_beside_two_compute_tasks():
+    """An exchange waits for no gather, a gather for the compute task before it and the gather before it, and a compute
+    task for what was issued before the task before the previous one. XLA:GPU would place gathers next to each other.
+    """
+
+    def step(shards: list[jax.Array], rows: list[jax.Array], computed: list[jax.Array]) -> list[list[jax.Array]]:
+        order, gathered, sent, results = IssueOrder("gpu", gathers=True, links_apart=True), [], [], []
+        for shard, row, y in zip(shards, rows, computed, strict=True):
+            gathered.append(jnp.tan(order.after_gather(shard)))
+            order.record_gather(gathered[-1])
+            sent.append(jnp.sin(order.after_comm(row)))
+            order.record_comm(sent[-1])
+            results.append(jnp.cos(order.after_compute(y)))
+            order.record_compute(results[-1], jnp.exp(y))
+        return [gathered, sent, results]
+
+    arrays = [jnp.ones(2)] * SENT
+    program = jax.make_jaxpr(step)(arrays, arrays, arrays).jaxpr
+    needed = [[eqn.primitive.name for eqn in needed_for([out], program.eqns)] for out in program.outvars]
+    gathered, sent, results = needed[:SENT], needed[SENT : 2 * SENT], needed[2 * SENT :]
+    assert [(names.count("tan"), names.count("cos"), names.count("sin")) for names in gathered] == [
+        (1, 0, 0),
+        (2, 1, 0),
+        (3, 2, 0),
+    ]
+    assert [(names.count("tan"), names.count("cos"), names.count("sin")) for names in sent] == [
+        (0, 0, 1),
+        (0, 0, 2),
+        (0, 0, 3),
+    ]
+    # all results of the task before are awaited
+    assert [(names.count("tan"), names.count("exp")) for names in results] == [(0, 0), (1, 1), (1, 2)]
+
+
 @pytest.mark.parametrize(("platform", "sums"), [("tpu", 1), ("cpu", 2)])
 def test_on_tpus_an_exchange_waits_for_the_last_large_sum(platform, sums):
     """XLA:TPU drops the dependency of a collective on a small array, and with it on all sums before."""

@@ -10,10 +10,12 @@ import pytest
 from moe_jax.config import Config, OptimizerConfig
 from moe_jax.measure.hlo import parse
 from moe_jax.measure.traffic import bytes_sent
+from moe_jax.models.transformer import ComputeConfig
 from moe_jax.plan.clusters import find_cluster
 from moe_jax.plan.param_gathers import gathered_bytes
 from moe_jax.plan.traffic import traffic
 from moe_jax.step.scheduled.build import reductions_of
+from moe_jax.step.scheduled.issue_order import IssueOrder
 from moe_jax.step.trainer import make_trainer
 from tests.small import small_config, tokens_of
 from tests.step.gradients import mesh_of
@@ -51,6 +53,20 @@ def test_cut_state_trains_to_the_same_parameters(name):
     for key in ("loss", "grad_norm"):
         np.testing.assert_allclose([r[key] for r in cut_records], [r[key] for r in records], rtol=1e-5)
     chex.assert_trees_all_close(state["optimizer"], expected["optimizer"], rtol=1e-4, atol=1e-8)
+    chex.assert_trees_all_close(state["params"], expected["params"], rtol=1e-4, atol=1e-5)
+
+
+def test_gathers_and_sums_with_links_of_their_own_change_no_number(monkeypatch):
+    """Those of loops on GPUs in several nodes, which wait for compute tasks, and which compute tasks wait for."""
+    config = with_zero(small_config(2, 2, schedule={**UNIFIED, **CHUNKED}, batch_size=8, **LOOPED), 3)
+    expected, records = run_steps(config)
+    of, after_beside, asked = ComputeConfig.of, IssueOrder.after_beside, []
+    inside = {"platform": "gpu", "exchanges_inside_nodes": True}
+    monkeypatch.setattr(ComputeConfig, "of", lambda *given: dataclasses.replace(of(*given), **inside))
+    monkeypatch.setattr(IssueOrder, "after_beside", lambda *given: asked.append(given) or after_beside(*given))
+    state, own_records = run_steps(config)
+    assert asked
+    np.testing.assert_allclose([r["loss"] for r in own_records], [r["loss"] for r in records], rtol=1e-6)
     chex.assert_trees_all_close(state["params"], expected["params"], rtol=1e-4, atol=1e-5)
 
 

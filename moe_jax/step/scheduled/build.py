@@ -62,13 +62,14 @@ def make_plan(config: Config, mesh: Mesh) -> ScheduledPlan:
     ConfigError.
     """
     config = with_rates_of(config, mesh.devices.flat[0].device_kind)
-    settings, platform = config.schedule, ComputeConfig.of(config, mesh).platform
+    settings, compute = config.schedule, ComputeConfig.of(config, mesh)
+    platform = compute.platform
     reductions = reductions_of(config, mesh, settings.bucket_cap_mb if settings.grad_reduce == "bucketed" else None)
     shape = step_shape(config, mesh.shape, [len(reduction.chunks) for reduction in reductions])
     sent = [reduction.sent_bytes(mesh.shape) for reduction in reductions]
     gathered = gathered_bytes(config, mesh.shape)
     times = order_times(config, mesh.shape, platform, sent, measured_times(config), gathered)
-    scanned, stream_of = None, step_streams(config, mesh.shape, platform)
+    scanned, stream_of = None, step_streams(config, mesh.shape, platform, compute.exchanges_inside_nodes)
     if scan_blocks := scanned_blocks(config)[1]:
         schedule, scanned = make_scanned(
             *(settings.policy, shape, scan_blocks, times.of(shape), stream_of), gathers_early=platform == "gpu"

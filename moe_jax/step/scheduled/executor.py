@@ -89,7 +89,10 @@ class Tasks:
         self.share: Callable[[int], jax.Array]  # block → each expert's share of the block's (token, choice) pairs
         self.loss_form = LossForm.of(dims.config)
         self.losses = no_loss(self.loss_form)  # of the head
-        self.order = IssueOrder(dims.compute.platform, gathers=gathering is not None)
+        in_loop = tokens is None and dims.first_block is None
+        self.order = IssueOrder(
+            dims.compute.platform, gathering is not None, in_loop and dims.compute.exchanges_inside_nodes
+        )
         self.transfers = RowTransfers(dims, self.pullbacks, self.lane_overflow)
         self.gathering = gathering
         self.awaits_rows = False  # whether backward attend tasks wait for their rows before any computation
@@ -312,7 +315,7 @@ class Tasks:
         parts = self.dims.pieces_of(action) if action.op == "expert" else self.dims.microbatches_of(action)
         for part in parts:
             gradient = self.pullbacks.waiting.pop((action.op, action.block, part)).weights(self.order.after_compute)
-            self.order.record_compute(jax.tree.leaves(gradient)[0])
+            self.order.record_compute(*jax.tree.leaves(gradient))
             self.pullbacks.add((action.op, action.block), gradient)
         if action.op == "expert":
             self._add_overflow_gradients(action.block)

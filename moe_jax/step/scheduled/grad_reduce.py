@@ -147,13 +147,18 @@ class GradientReducer:
 
     def _started(self, impl: ReduceImpl, x: jax.Array, axes: tuple[Axis, ...]) -> StartedSum:
         """Start a sum in the order of the schedule."""
+        order = self.tasks.order
+        if order.links_apart:
+            in_flight = impl.start(order.after_beside(x), axes)
+            order.record_beside(in_flight[-1])
+            return StartedSum(impl, in_flight)
         if self.tasks.dims.compute.platform == "gpu" and jax.lax.axis_size(Axis.DATA) > 1:
-            # Sums over nodes use other links than exchanges inside one, and can take longer than all compute. Issued in
-            # order, they would be XLA:GPU's critical path: it would finish them first and expose the exchanges.
+            # Data ranks may be in other nodes, and sums over them take longer than all compute. Issued in order, they
+            # would be XLA:GPU's critical path: it would finish them first and expose the exchanges.
             return StartedSum(impl, impl.start(x, axes))
-        in_flight = impl.start(self.tasks.order.after_comm(x, impl.only_starts), axes)
+        in_flight = impl.start(order.after_comm(x, impl.only_starts), axes)
         if self.tasks.dims.compute.platform != "tpu" or x.size >= _SMALL:
-            self.tasks.order.record_comm(in_flight[-1], impl.only_starts)
+            order.record_comm(in_flight[-1], impl.only_starts)
         return StartedSum(impl, in_flight)
 
     def _arrived(self, started: StartedSum) -> jax.Array:

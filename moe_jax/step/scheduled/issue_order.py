@@ -9,19 +9,23 @@ import jax.numpy as jnp
 
 from moe_jax.parallel.ordering import depend_on
 
-_TASKS_TO_HIDE = 2  # compute tasks that a collective may run beside on TPUs
+_TASKS_TO_HIDE = 2  # compute tasks that a collective may run beside
 
 
 class IssueOrder:
     """Adds a dependency from each task to the previous one on its stream."""
 
-    def __init__(self, platform: str, gathers: bool = False):
-        """`gathers`: the weights of blocks are gathered by tasks."""
-        self._platform, self._awaits_comm = platform, gathers and platform == "tpu"
+    def __init__(self, platform: str, gathers: bool = False, links_apart: bool = False):
+        """`gathers`: the weights of blocks are gathered by tasks. `links_apart`: on GPUs, gathers and sums use other
+        links than exchanges.
+        """
+        self._platform, self._awaits_comm, self.links_apart = platform, gathers and platform == "tpu", links_apart
         self._last_compute: jax.Array | None = None  # result of the previous compute task
         self._last_comm: jax.Array | None = None  # result of the previous collective
+        self._last_beside: jax.Array | None = None  # the same of gathers and sums on links of their own
         self._last_over_tensor: jax.Array | None = None  # the same of gathers and sums of rows over tensor ranks
-        self._last_awaited: jax.Array | None = None  # result of the last collective but gathers of parameters
+        # result of the last collective that later compute tasks wait for: on TPUs of all but gathers of parameters
+        self._last_awaited: jax.Array | None = None
         # the same before each of the latest compute tasks
         self._comm_before: deque[jax.Array | None] = deque(maxlen=_TASKS_TO_HIDE)
 
@@ -30,13 +34,19 @@ class IssueOrder:
 
         If TPUs gather weights, also after the exchanges and sums that were issued before the task before that one:
         XLA:TPU starts collectives as late as possible, one at a time, and those that nothing in a loop's iteration
-        reads would all be at its end. Gathers are there: the memory is in use until then.
+        reads would all be at its end. Gathers are there: the memory is in use until then. On GPUs with `links_apart`,
+        the same holds for gathers and sums, which XLA:GPU would place anywhere in an iteration, next to each other.
         """
         x = self.after(x, self._last_compute)
-        return self.after(x, self._comm_before[0]) if self._awaits_comm and self._comm_before else x
+        return self.after(x, self._comm_before[0]) if self._comm_before else x
 
-    def record_compute(self, result: jax.Array) -> None:
-        """Record the result of a compute task; a result without elements is ignored, since nothing can depend on it."""
+    def record_compute(self, result: jax.Array, *others: jax.Array) -> None:
+        """Record the result of a compute task; a result without elements is ignored, since nothing can depend on it.
+
+        With `links_apart` the next task waits for `others`, too: what is left of a task cannot hide what follows.
+        """
+        for other in others if self.links_apart else ():
+            result = self.after(result, other)
         self._last_compute = result if result.size else self._last_compute
         self._comm_before.append(self._last_awaited)
 
@@ -47,6 +57,27 @@ class IssueOrder:
         """
         x = self.after(x, self._last_comm)
         return self.after_compute(x) if only_starts else x
+
+    def after_beside(self, x: jax.Array) -> jax.Array:
+        """Return `x`, the input of a gather or sum on links of its own, ordered after the previous one and after the
+        previous compute task. Exchanges do not wait for it.
+        """
+        return self.after(self.after(x, self._last_compute), self._last_beside)
+
+    def record_beside(self, result: jax.Array) -> None:
+        """Record the result of a gather or sum on links of its own."""
+        self._last_beside = self._last_awaited = result
+
+    def after_gather(self, x: jax.Array) -> jax.Array:
+        """Return `x`, the input of a gather of parameters, ordered after the previous collective on its links."""
+        return self.after_beside(x) if self.links_apart else self.after_comm(x)
+
+    def record_gather(self, result: jax.Array) -> None:
+        """Record the result of a gather of parameters."""
+        if self.links_apart:
+            self.record_beside(result)
+        else:
+            self.record_comm(result, is_awaited=False)
 
     def after_over_tensor(self, x: jax.Array) -> jax.Array:
         """Return `x`, the input of a gather or sum over tensor ranks, ordered after the previous one.
@@ -69,7 +100,7 @@ class IssueOrder:
         `is_awaited`: later compute tasks wait for it, although they do not need it (see `after_compute`).
         """
         self._last_comm = result
-        self._last_awaited = result if is_awaited else self._last_awaited
+        self._last_awaited = result if is_awaited and self._awaits_comm else self._last_awaited
         if only_starts:
             self._last_compute = result
 

@@ -108,11 +108,11 @@ def _start(gathers: Tree, shards: Tree, started: Callable[..., Arrive]) -> Calla
 
 def _gathered(gathers: Sequence[ParamGather], shards: Sequence[jax.Array], order: IssueOrder) -> Arrive:
     if len(gathers) == 1:
-        whole = [gathers[0].gather(order.after_comm(shards[0]))]
+        whole = [gathers[0].gather(order.after_gather(shards[0]))]
     else:
-        flat_n = order.after_comm(flat_shards(gathers, shards))
+        flat_n = order.after_gather(flat_shards(gathers, shards))
         whole = gather_flat(gathers, flat_n, [shard.shape for shard in shards])
-    order.record_comm(whole[0], is_awaited=False)
+    order.record_gather(whole[0])
     return lambda: whole
 
 
