@@ -386,6 +386,15 @@ table(
         for stage, row in result("fully_sharded_olmoe_v5p_2x2x2")["stages"].items()
     },
 )
+table(
+    "fully_sharded.md",
+    "| H100, `optimizer.zero` | step, ms |",
+    {
+        f"{nodes}, {stage}: ": f"{stage} {_sharded(row)}"
+        for nodes, layout in (("one node", "1x1x8"), ("eight nodes", "1x8x8"))
+        for stage, row in result(f"fully_sharded_olmoe_h100_{layout}")["stages"].items()
+    },
+)
 _ordered = "unified+weight_grad+grad_reduce"
 _box = {name: row["step_s"]["median"] for name, row in result("fully_sharded_box")["variants"].items()}
 table(

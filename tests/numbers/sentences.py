@@ -69,12 +69,9 @@ def _fully_sharded() -> list[Piece]:
     whole, moments, parameters = (result("fully_sharded_olmoe_v5p_2x2x2")["stages"][name] for name in ("0", "1", "3"))
     errors = [row["planned_gb"] / row["allocated_gb"] - 1 for row in (parameters, moments, whole)]
     gpus = [result(f"fully_sharded_olmoe_h100_{layout}")["stages"]["3"] for layout in ("1x1x8", "1x8x8")]
-    one, eight = (f"of {row['communication_ms']:.1f} ms ({hundreds(row['exposed_share'])} %)" for row in gpus)
     cube = result("fully_sharded_olmoe_v5p_4x4x4")["stages"]["3"]
-    synchronous = " and ".join(str(row["synchronous_gathers"]) for row in gpus)
+    [on_either] = {f"{row['synchronous_gathers']} of {row['gathers']}" for row in gpus}
     return [
-        ("fully_sharded.md", f"{gpus[0]['exposed_ms']:.2f} {one} are exposed on 8 H100"),
-        ("fully_sharded.md", f"{gpus[1]['exposed_ms']:.1f} {eight} on 8 nodes"),
         (
             "fully_sharded.md",
             f"{cube['synchronous_gathers']} of {cube['gathers']} gathers are synchronous, {cube['exposed_ms']:.2f} of "
@@ -82,7 +79,7 @@ def _fully_sharded() -> list[Piece]:
             f"{cube['gathers_exposed_ms']:.2f} of them gathers, and {cube['allocated_gb']:.1f} GB are allocated "
             f"(planned: {cube['planned_gb']:.1f})",
         ),
-        ("fully_sharded.md", f"XLA:GPU makes {synchronous} of {gpus[0]['gathers']} gathers synchronous"),
+        ("fully_sharded.md", f"{on_either} gathers is synchronous on either"),
         ("fully_sharded.md", f"{parameters['synchronous_gathers']} of {parameters['gathers']} gathers are synchronous"),
         ("fully_sharded.md", f"Plans are {hundreds(errors[0], 0)} % too high for stage 3"),
         ("fully_sharded.md", f"{hundreds(-errors[1], 0)} and {hundreds(-errors[2], 0)} % too low for stages 1 and 0"),
