@@ -59,7 +59,7 @@ class Skew(NamedTuple):
         }
 
 
-SKEWS = {2: Skew("choose", 5), 4: Skew("choose_steeply", 8)}  # by number of processes
+SKEWS = {2: Skew("choose", 5), 4: Skew("choose_steeply", 5)}  # by number of processes
 
 
 class Harness:

@@ -204,10 +204,13 @@ def _drafts() -> list[Piece]:
 def _training() -> list[Piece]:
     fp8, balance, copies, hot = (result(name) for name in ("fp8_experts", "balance", "replicas", "hot_experts_box"))
     speed, load = hot["speed_over_balanced"], hot["rank_load_max_over_mean_without_copies"]["skewed"]
-    shown = {
-        name: f"{each['median']:.2f} ({each['first_quartile']:.2f}–{each['third_quartile']:.2f}) ×"
-        for name, each in speed.items()
-    }
+    shown, of_four = (
+        {
+            name: f"{each['median']:.2f} ({each['first_quartile']:.2f}–{each['third_quartile']:.2f}) ×"
+            for name, each in of.items()
+        }
+        for of in (speed, result("hot_experts_box_4")["speed_over_balanced"])
+    )
     losses, last = fp8["validation_losses"], str(fp8["steps"])
     differ = max(abs(losses["float32"][step] - losses["fp8"][step]) for step in losses["fp8"])
     with_bias, with_loss = (
@@ -237,6 +240,11 @@ def _training() -> list[Piece]:
             "migration.md",
             f"At a load of {load[0]:.2f} and {load[1]:.2f} in the two blocks, the skewed router's steps have "
             f"{shown['skewed']} the speed of the balanced one's without copies, and {shown['copies']} with them",
+        ),
+        (
+            "migration.md",
+            f"Four ranks reach {of_four['skewed']} the speed of the balanced router without copies, and "
+            f"{of_four['copies']} with five of them",
         ),
     ]
 
