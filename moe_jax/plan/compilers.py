@@ -15,7 +15,10 @@ class Compiler(NamedTuple):
     transposed_heads: bool  # queries, keys and values of all blocks are copied to another layout before backward
     flat_copies: int  # of the head's gradient if a schedule sums it as a flat vector
     overflow_copies: int  # of the buffer for rows beyond a ragged exchange's lanes, per microbatch
-    scheduled_gradients: bool  # a block's gradients and casts of its weights have buffers besides those of all blocks
+    own_gradients: bool  # also without a loop, a block's gradients and casts have buffers besides those of all blocks
+    highest_first: (
+        bool  # in a step with a loop, the activations of the blocks above it are gone before its backward pass
+    )
     gaps: float  # ratio of allocated temporaries to those in use at once, in a plain step
     scheduled_gaps: float  # the same in a scheduled step
     reserved_bytes: int  # counted with temporaries
@@ -23,7 +26,7 @@ class Compiler(NamedTuple):
     casts_of_shards: bool  # shards of all blocks are cast once, outside of the loop over blocks (ZeRO 3)
     sums_after_parts: bool  # autodiff's sums of each part are moved after that loop (ZeRO 2)
     scatters_rows: bool  # an array is laid out rank by rank before its sum is scattered
-    parts_apart: bool  # whole gradients of earlier parts and shards of the last one have separate buffers (ZeRO 1)
+    parts_apart: bool  # whole gradients of earlier parts and those of the last one have separate buffers (ZeRO 0 and 1)
     extra_slots: int  # of activations of a pipeline's forward passes, beyond the buffers of its table
     extra_slots_of_pairs: int  # the same if ticks have two concurrent passes
 
@@ -35,7 +38,8 @@ _GPU = Compiler(
     transposed_heads=True,
     flat_copies=0,  # the same bytes
     overflow_copies=3,
-    scheduled_gradients=False,
+    own_gradients=False,
+    highest_first=True,
     gaps=1.0,
     scheduled_gaps=1.0,
     reserved_bytes=0,
@@ -54,7 +58,8 @@ _TPU = Compiler(
     transposed_heads=False,
     flat_copies=1,  # arrays are stored in tiles, vectors are not
     overflow_copies=3,
-    scheduled_gradients=True,
+    own_gradients=True,
+    highest_first=False,  # not in what `scheduled_gaps` was read off
     gaps=1.14,
     scheduled_gaps=1.3,
     reserved_bytes=2**27,  # vector memory

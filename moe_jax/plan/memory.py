@@ -4,7 +4,10 @@ The state (float32 parameters and the optimizer's moments) is there all the time
 state over the old one. Other memory differs between the moments of a step, and the largest one counts:
 - head: activations of all blocks (`plan/activation_memory.py`), logits and their gradient, the head's cast and
   gradient;
-- backward: the same activations, all gradients but the embedding's, which comes last, and the workspace of one block;
+- highest: in a scheduled step with a loop over blocks, the backward pass of the blocks above it: the same activations,
+  the gradients of these blocks and of the head, and the workspace of one block;
+- backward: the same activations, then without those blocks'; all gradients but the embedding's, which comes last; and
+  the workspace of one block;
 - update: all gradients, and roughly what Muon's iterations need.
 
 With ZeRO (Rajbhandari et al. 2020, section 5) a device has its own shard of the gradients as soon as they are summed:
@@ -38,7 +41,7 @@ from moe_jax.plan.activation_memory import (
     sizes_of,
     stored_bytes,
 )
-from moe_jax.plan.compilers import COMPILERS
+from moe_jax.plan.compilers import COMPILERS, Compiler
 from moe_jax.plan.gradients import ITEM_BYTES, moment_bytes, own_parameters, params_by_group
 from moe_jax.plan.hot_experts import copies_bytes
 from moe_jax.plan.offload import moments_at_once, offloaded_bytes, stored_activations
@@ -58,8 +61,9 @@ from moe_jax.plan.units import size
 from moe_jax.plan.work import ITEM_BYTES as CAST_BYTES
 from moe_jax.plan.workspace_memory import head_bytes, in_blocks, period_of, working_bytes
 from moe_jax.schedule.pipelines.outline import outline_of
+from moe_jax.schedule.scanned import ScannedBlocks
 
-Moment = Literal["head", "backward", "update"]
+Moment = Literal["head", "highest", "backward", "update"]
 _GATHERED = 1.5  # times an array: a shard, and all shards in another layout before they are put in place
 TEMPORARIES = ("activations", "gathered", "gradients", "head", "working")
 
@@ -134,6 +138,9 @@ def gradient_memory(config: Config, platform: str, mesh: Mapping[str, int], coun
     at_end |= stage == 0
     summed = float(count) if at_end else own + (count if in_parts and stage == 1 and compiler.parts_apart else 0)
     backward = summed - (matrix if at_end and not model.tie_word_embeddings else 0)  # the embedding's comes last
+    if in_parts and stage == 0 and compiler.parts_apart and config.step_facts.orders_sums:
+        # a loop over blocks still reads those of earlier parts when it has added some
+        backward += count if ScannedBlocks.of_config(config) else 0
     update = earlier + summed
     if stage:
         largest = max(matrix, _expert_matrices(config, mesh))
@@ -177,11 +184,13 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
     if config.train.grad_accumulation > 1 and compiler.casts_of_parts and config.optimizer.zero < 3:
         activations += sizes.item * in_products
     activations, on_host = stored_activations(config, platform, activations)
+    above = _above_loop(config, sizes, mode, compiler)
     gathered, own = gathered_parameter_bytes(config, mesh), own_parameters(owned_parameters(model), config, mesh)
     gathered += shard_cast_bytes(config, mesh) if compiler.casts_of_shards else 0
     gradients = gradient_memory(config, platform, mesh, count)
     flat = compiler.flat_copies if facts.orders_sums and math.prod(mesh.values()) > 1 else 0
     head_gradient = (sizes.item if is_fused(config, platform) and not facts.orders_sums else 4) * matrix
+    working = working_bytes(config, sizes, compiler, mode, mesh, model.num_blocks)
     moments: dict[Moment, dict[str, float]] = {
         "head": {
             "activations": activations,
@@ -190,16 +199,25 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
             "head": head_bytes(config, sizes, compiler, mode),
         },
         "backward": {
-            "activations": activations,
+            "activations": activations - (0 if on_host else above.activations),
             "gathered": gathered,
             "gradients": gradients.backward,
-            "working": working_bytes(config, sizes, compiler, mode, mesh, model.num_blocks),
+            "working": working,
         },
         "update": {
             "gradients": gradients.update,
             "working": orthogonalizing_bytes(config, platform, mesh) + moments_at_once(config, platform, mesh),
         },
     }
+    if above.blocks:
+        of_blocks = ITEM_BYTES * above.blocks * in_products / model.num_blocks
+        moments["highest"] = {
+            # what is recomputed includes what these blocks have stored
+            "activations": activations - (above.activations if mode in ("dots", "full") and not on_host else 0),
+            "gathered": gathered,
+            "gradients": gradients.earlier + of_blocks + (0 if config.optimizer.zero else head_gradient),
+            "working": working,
+        }
     moment: Moment = max(moments, key=lambda name: sum(moments[name].values()))
     gaps = compiler.scheduled_gaps if facts.orders_tasks else compiler.gaps
     parts = {name: int(moments[moment].get(name, 0)) for name in TEMPORARIES}
@@ -261,6 +279,21 @@ def _stored_by_blocks(config: Config, sizes: DeviceSizes, mode: Mode, in_product
         inside = sum(segment.repeats * segment.kinds[:-1].count("moe") for segment in segments(model))
         total -= sizes.item * sizes.local_tokens * model.hidden_size * inside
     return total + mtp_bytes(config, sizes)
+
+
+class _AboveLoop(NamedTuple):
+    """The blocks of the highest iteration of a scheduled step's loop, and those above it."""
+
+    blocks: int  # 0 without a loop
+    activations: float  # bytes that they store
+
+
+def _above_loop(config: Config, sizes: DeviceSizes, mode: Mode, compiler: Compiler) -> _AboveLoop:
+    model, facts, loop = config.model, config.step_facts, ScannedBlocks.of_config(config)
+    if not facts.orders_tasks or loop is None or not compiler.highest_first:
+        return _AboveLoop(0, 0.0)
+    kinds = model.block_kinds[loop.last - loop.size :]
+    return _AboveLoop(len(kinds), sum(stored_bytes(sizes, model, kind, mode, facts.remat_unit) for kind in kinds))
 
 
 def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> StepMemory:

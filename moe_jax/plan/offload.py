@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from moe_jax.config import Config, Sections
-from moe_jax.config.layer_layout import segments
 from moe_jax.plan.gradients import ITEM_BYTES, moment_bytes, own_parameters, parts_by_owner
 from moe_jax.plan.resources import Owned, count_parameters
 from moe_jax.schedule.scanned import ScannedBlocks
@@ -49,7 +48,7 @@ def stored_activations(config: Config, platform: str, total: float) -> StoredAct
     """Where a step has the `total` bytes of its blocks: a device has all, or those of two iterations of the loop and
     of blocks outside of it, while the host has those of all but the highest.
     """
-    _, loop = ScannedBlocks.of_longest(segments(config.model), config.schedule.unroll)
+    loop = ScannedBlocks.of_config(config)
     if not config.schedule.offload_activations or platform == "cpu" or loop is None:
         return StoredActivations(total, 0.0)
     of_iteration = total * loop.size / config.model.num_blocks

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from moe_jax.config import Config
-from moe_jax.config.layer_layout import segments
 from moe_jax.plan.collective_costs import CollectiveCosts, DeviceGroup
 from moe_jax.plan.gradients import params_by_group, parts_of, shard_groups
 from moe_jax.plan.resources import Owned, owned_parameters
@@ -58,7 +57,7 @@ def shard_cast_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     there is no cast or no loop. They are what XLA:TPU casts once, before the loop.
     """
     facts, dtype, model = config.step_facts, config.train.compute_dtype, config.model
-    _, loop = ScannedBlocks.of_longest(segments(model), config.schedule.unroll)
+    loop = ScannedBlocks.of_config(config)
     if config.param_gather == "none" or dtype == "float32" or not facts.orders_tasks or loop is None:
         return 0.0
     shards = parts_of(config, mesh)

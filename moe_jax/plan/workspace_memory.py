@@ -9,6 +9,7 @@ from moe_jax.plan.compilers import Compiler
 from moe_jax.plan.recurrent import recurrent_layer, recurrent_share
 from moe_jax.plan.resources import count_parameters
 from moe_jax.plan.work import logit_chunk
+from moe_jax.schedule.scanned import ScannedBlocks
 
 _LANES = 128  # of a TPU's vectors
 
@@ -47,7 +48,7 @@ def working_bytes(
         )
     if config.step_facts.orders_sums:
         total += _gradients_in_flight(config, mesh)
-        total += (4 + item) * in_block if compiler.scheduled_gradients else 0
+        total += (4 + item) * in_block if compiler.own_gradients or ScannedBlocks.of_config(config) else 0
     if mode == "all" and compiler.transposed_heads:
         heads = sizes.tokens * (sizes.heads * model.qk_width + sizes.kv_heads * (model.qk_width + model.v_width))
         total += item * heads * transposed

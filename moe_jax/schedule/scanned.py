@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from moe_jax.config.layer_layout import MIN_ITERATIONS, Segment
+from moe_jax.config import Sections
+from moe_jax.config.layer_layout import MIN_ITERATIONS, Segment, segments
 from moe_jax.schedule.actions import Action, Seconds, Stream, StreamOf, is_param_gather, is_reduction, three_streams
 from moe_jax.schedule.build import make_schedule
 from moe_jax.schedule.dependencies import Needs, reductions_by_owner
@@ -50,6 +51,11 @@ class ScannedBlocks:
         number, longest = max(enumerate(runs), key=lambda run: run[1].repeats)
         first = sum(len(run.kinds) * run.repeats for run in runs[:number])
         return number, cls.of(first, len(longest.kinds), longest.repeats, unroll)
+
+    @classmethod
+    def of_config(cls, config: Sections) -> "ScannedBlocks | None":
+        """The blocks that a scheduled step of a config runs in scans; None without scans."""
+        return cls.of_longest(segments(config.model), config.schedule.unroll)[1]
 
     @property
     def last(self) -> int:
