@@ -54,7 +54,7 @@ def compile_step(job: Job) -> tuple[str, Outcome]:
     start = time.perf_counter()
     program = step_program(trainer, batch_shape(config, mesh), target, job.options)
     compiled = _compile(program, target)
-    memory = compiled.memory_analysis()
+    memory, compute = compiled.memory_analysis(), ComputeConfig.of(config, mesh)
     return compiled.as_text(), Outcome(
         num_devices=mesh.size,
         mesh={str(axis): size for axis, size in mesh.shape.items()},
@@ -67,7 +67,8 @@ def compile_step(job: Job) -> tuple[str, Outcome]:
         versions=_versions(target),
         passes=_passes(trainer),
         fingerprint=program.fingerprint,
-        untimed_product=ComputeConfig.of(config, mesh).grouped_product if is_timed(config, mesh) else None,
+        exchanges_inside_nodes=compute.exchanges_inside_nodes,
+        untimed_product=compute.grouped_product if is_timed(config, mesh) else None,
     )
 
 

@@ -18,7 +18,7 @@ from moe_jax.measure.overlap import Replay, replay
 from moe_jax.measure.targets import Target, check_compiler, child_environment
 from moe_jax.measure.tasks import Match, action_of, match, name_iterations
 from moe_jax.plan.simulate import Timeline, simulate
-from moe_jax.schedule.actions import Action, two_streams
+from moe_jax.schedule.actions import Action, by_reach, two_streams
 from moe_jax.schedule.schedule import Schedule
 from moe_jax.schedule.xla_flags import Value
 
@@ -52,6 +52,7 @@ class Outcome:
     versions: dict[str, str]
     passes: dict[str, list[list[int]]] | None = None  # the passes of a pipeline, see `measure.overlap`
     fingerprint: str | None = None  # the same as in a run's provenance.json
+    exchanges_inside_nodes: bool = False  # of several nodes of GPUs: sums and gathers have other links
     untimed_product: str | None = None  # the assumed train.grouped_product, if a run would choose it by timing
 
 
@@ -151,12 +152,13 @@ def analyse(variant: str, text: str, outcome: Outcome, target: Target) -> Compil
     if schedule:
         result = name_iterations(result, schedule)
     seconds = task_seconds(result)
+    stream_of = by_reach if outcome.exchanges_inside_nodes else two_streams
     return Compiled(
         variant=variant,
         outcome=outcome,
         replay=result,
         match=match(schedule, program, result) if schedule else None,
-        predicted=simulate(schedule, lambda action: seconds.get(action, 0.0), two_streams) if schedule else None,
+        predicted=simulate(schedule, lambda action: seconds.get(action, 0.0), stream_of) if schedule else None,
     )
 
 
