@@ -121,7 +121,10 @@ def simulate(
     tasks, streams = numbered_tasks(schedule.shape), streams_of(schedule.shape, stream_of)
     order = tasks.numbers(schedule.actions)
     compute = (tasks.tasks[task] for task in order if streams[task] == Stream.COMPUTE)
-    waits = {tasks.number[gather]: tasks.number[task] for gather, task in releases(schedule.shape, compute).items()}
+    place = {task: number for number, task in enumerate(order)}
+    releasing = {tasks.number[gather]: tasks.number[task] for gather, task in releases(schedule.shape, compute).items()}
+    # loops gather some earlier, which the list then says
+    waits = {gather: task for gather, task in releasing.items() if place[task] < place[gather]}
     times_s, ranks = list(map(seconds, tasks.tasks)), ranks_of(schedule.shape, rank_of)
     in_background = {tasks.number[action]: own for action, own in sums.items()}
     spans = simulate_numbered(order, tasks.with_needs(waits), times_s, streams, ranks, interference, in_background)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from moe_jax.plan.simulate import simulate
-from moe_jax.schedule.actions import Action, is_param_gather, three_streams
+from moe_jax.schedule.actions import Action, is_param_gather, three_streams, two_streams
 from moe_jax.schedule.build import make_schedule, make_shape
 from moe_jax.schedule.dependencies import check
 from moe_jax.schedule.grad_buckets import exchanges_first
@@ -108,6 +108,17 @@ def test_early_gathers_need_memory_of_their_own(early):
         (gather,) = (i for i, task in enumerate(body) if is_param_gather(task) and task.op == "expert")
         users = [i for i, task in enumerate(body) if task.direction in "FB" and task.op == "expert"]
         assert (gather < max(users)) == early
+
+
+@pytest.mark.parametrize("seconds", [0.02, 0.2, 1.0])
+@pytest.mark.parametrize("early", [True, False])
+def test_a_report_can_simulate_the_tasks_of_a_loop_as_listed(early, seconds):
+    """The backward pass's first gather may be listed before the memory that a step without loops waits for."""
+    shape, blocks = make_shape("unified", ("moe",) * 5, 2, param_gather="prefetch"), ScannedBlocks.of(0, 1, 5, 1)
+    times = seconds_of(shape, seconds)
+    schedule, _ = make_scanned("unified", shape, blocks, times, two_streams, gathers_early=early)
+    listed = simulate(schedule, times, two_streams)
+    assert set(listed.tasks)
 
 
 def test_names_are_read_again():
