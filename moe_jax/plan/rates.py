@@ -22,9 +22,10 @@ def with_rates(schedule: ScheduleConfig, cluster: Cluster) -> ScheduleConfig:
 
 
 def with_rates_of(config: Config, device_kind: str) -> Config:
-    """The config with the published rates of GPUs of jax's kind, in two nodes. Others keep typical rates."""
+    """The config with the published rates of GPUs of jax's kind and of their network. Others keep typical rates."""
     preset = preset_of(device_kind)
     if preset is None or PRESETS[preset].device.platform != "gpu":
         return config
-    cluster = cluster_of(device_kind, 2 * PRESETS[preset].unit)
+    clusters = (cluster_of(device_kind, PRESETS[preset].unit * 2**power) for power in range(1, 8))
+    cluster = next(each for each in clusters if len(each.levels) > 1)  # NVLink joins several trays of a rack
     return dataclasses.replace(config, schedule=with_rates(config.schedule, cluster))

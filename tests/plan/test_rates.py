@@ -3,7 +3,7 @@
 import pytest
 
 from moe_jax.config.yaml_io import load_config
-from moe_jax.plan.clusters import find_cluster
+from moe_jax.plan.clusters import PRESETS, find_cluster
 from moe_jax.plan.costs import rates_of
 from moe_jax.plan.rates import with_rates, with_rates_of
 
@@ -24,6 +24,13 @@ def test_a_run_on_h100_orders_by_the_rates_that_plans_of_h100_set():
     assert (found.link_gb_per_s, found.network_gb_per_s) == (342.0, 42.5)  # 0.76 of 450 and 0.85 of 50
     node, nodes = (rates_of(with_rates_of(config, "NVIDIA H100"), "gpu", 8, 1, devices) for devices in (8, 64))
     assert node.reduce.beta_s == node.exchange.beta_s < nodes.reduce.beta_s
+
+
+@pytest.mark.parametrize("kind", [name for name, preset in PRESETS.items() if preset.device.platform == "gpu"])
+def test_the_network_is_slower_than_links_inside_nodes(kind):
+    """Of every kind of GPU that jax's names tell, also where NVLink joins a rack."""
+    found = with_rates_of(load_config(None, []), kind).schedule
+    assert found.link_gb_per_s is None or found.network_gb_per_s < found.link_gb_per_s
 
 
 def test_rates_of_the_config_stay():
