@@ -70,7 +70,7 @@ def make_plan(config: Config, mesh: Mesh) -> ScheduledPlan:
     gathered = gathered_bytes(config, mesh.shape)
     times = order_times(config, mesh.shape, platform, sent, measured_times(config), gathered)
     scanned, stream_of = None, step_streams(config, mesh.shape, platform, compute.exchanges_inside_nodes)
-    if scan_blocks := scanned_blocks(config)[1]:
+    if scan_blocks := ScannedBlocks.of_config(config):
         schedule, scanned = make_scanned(
             *(settings.policy, shape, scan_blocks, times.of(shape), stream_of), gathers_early=platform == "gpu"
         )

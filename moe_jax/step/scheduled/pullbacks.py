@@ -81,8 +81,8 @@ class Pullbacks:
         """Return a pullback that recomputes nothing before `cotangent` exists, if XLA:CPU could run it too early.
 
         Attention's collectives over tensor or context ranks are recomputed, too. They would read a value from before a
-        loop, and run beside the collectives of the loop (`measure/races.py`). Other compilers keep the barriers of
-        `jax.checkpoint`.
+        loop, and run concurrently with the collectives of the loop (`measure/races.py`). Other compilers keep the
+        barriers of `jax.checkpoint`.
         """
         platform, sizes = self._dims.compute.platform, self._dims.config.mesh.sizes
         op, block, _ = key
