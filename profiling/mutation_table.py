@@ -724,6 +724,14 @@ MUTATIONS = (
     ),
     # train
     Mutation(
+        "gradients_of_copies_lost",
+        "step/scheduled/hot_copies.py",
+        "total = add_to_owners(experts, summed, position_K, self._dims.compute.expert_axis)",
+        "total = experts",
+        "hot experts do not learn from the rows that their copies compute",
+        ["tests/step/test_hot_experts.py"],
+    ),
+    Mutation(
         "used_slots_forgotten",
         "step/scheduled/executor.py",
         "used = sum((self.stats[block, earlier].count_E for earlier in range(r)), start=nothing)",

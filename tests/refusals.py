@@ -850,13 +850,8 @@ REFUSED = {
         "exchange.hot_experts=1 with mesh.tensor=2, whose ranks share each expert: use mesh.experts_over_tensor=true, "
         "mesh.tensor=1, or exchange.hot_experts=0"
     ),
-    "exchange.hot_experts=1 mesh.expert=2 model.moe.capacity_factor=null schedule.policy=unified": (
-        "exchange.hot_experts=1 is for plain steps, and these settings ask for a scheduled one: use mesh.pipeline=1, "
-        "the defaults of schedule and exchange.reduction=all_reduce, or exchange.hot_experts=0"
-    ),
     "exchange.hot_experts=1 mesh.expert=2 model.moe.capacity_factor=null mesh.pipeline=2": (
-        "exchange.hot_experts=1 is for plain steps, and these settings ask for a pipelined one: use mesh.pipeline=1, "
-        "the defaults of schedule and exchange.reduction=all_reduce, or exchange.hot_experts=0"
+        "exchange.hot_experts=1 is not for pipelined steps: use mesh.pipeline=1, or exchange.hot_experts=0"
     ),
     "exchange.algorithm=ragged": (
         "exchange.algorithm=ragged sends microbatches, which schedule.policy=vanilla does not have: "

@@ -6,12 +6,17 @@ Every row is multiplied by the same numbers as without copies. FasterMoE (He et 
 P expert ranks with L positions each, S = P · L positions of experts, at most K copies; T tokens of this device.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import MoEConfig
 from moe_jax.models.dispatchers.hot import HotRows, joined
+from moe_jax.models.dispatchers.protocol import ExpertRows
 from moe_jax.models.grouped_products import GroupedProduct
 from moe_jax.models.moe import run_experts
 from moe_jax.parallel.expert_copies import copied_experts
@@ -19,14 +24,16 @@ from moe_jax.parallel.mesh import Axes
 from moe_jax.parallel.tensor_dispatch import DispatchRoute
 from moe_jax.parallel.trees import Params
 
+CHOICE = "hot_experts"  # name of the positions of copied experts, which rematerialization saves
+
 
 @jax.named_scope("choose_hot_experts")
 def hottest(count_S: Int[Array, " S"], most: int, axis: Axes) -> Int[Array, " K"]:
     """Return the positions of at most `most` experts to copy, from this device's pairs for each; S: not used.
 
-    All ranks get the counts of all, and so make the same choice.
+    All ranks get the counts of all, and so make the same choice. `schedule.remat` does not repeat it.
     """
-    return choose(jax.lax.all_gather(count_S, axis), most)
+    return checkpoint_name(choose(jax.lax.all_gather(count_S, axis), most), CHOICE)
 
 
 def choose(count_PS: Int[Array, "P S"], most: int) -> Int[Array, " K"]:
@@ -67,13 +74,23 @@ def with_hot_rows(
 ) -> jax.Array:
     """Return the experts' outputs for all rows, in the order of their metadata: those `returned`, then of copies.
 
-    `params` are this rank's experts. Copies are multiplied in tiles like those of rows that are sent, which makes
-    their results the same.
+    `params` are this rank's experts.
     """
     if hot is None:
         return returned
     at_once = returned.shape[1] * (1 if route.goes_by_hops else len(returned))
-    tile = product.tile(at_once, len(jax.tree.leaves(params)[0]))
+    run = run_copies(moe, product, at_once, len(jax.tree.leaves(params)[0]))
     copies = copied_experts(params, hot.position_K, route.ranks.axis, dtype)
-    of_tile = product._replace(min_tile=tile, max_tile=tile)
-    return joined(returned, run_experts(copies, hot.rows, moe, of_tile, are_whole=True))
+    return joined(returned, run(copies, hot.rows))
+
+
+def run_copies(
+    moe: MoEConfig, product: GroupedProduct, at_once: int, local_experts: int
+) -> Callable[[Params, ExpertRows], Float[Array, "1 H D"]]:
+    """Return the function of copies: weights [K, …], their rows → outputs.
+
+    Rows are multiplied in tiles like those of `at_once` rows of this rank's experts, which makes their results those
+    of the owner.
+    """
+    tile = product.tile(at_once, local_experts)
+    return partial(run_experts, moe=moe, product=product._replace(min_tile=tile, max_tile=tile), are_whole=True)

@@ -19,6 +19,7 @@ from moe_jax.config.attention_kernels import Capability, kernel_of
 from moe_jax.config.layer_layout import Segment, decoder_segments, segments
 from moe_jax.config.validate import check_context_split, check_node_split, check_rank_speeds, check_tensor_split
 from moe_jax.distributed.hosts import hosts
+from moe_jax.models import hot_experts
 from moe_jax.models import moe as moe_layer
 from moe_jax.models.attention import attend
 from moe_jax.models.attention.core import AttentionImpl
@@ -37,7 +38,6 @@ from moe_jax.models.gates import gate_of
 from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct, product_name, product_of
 from moe_jax.models.hooks import hooks_of
-from moe_jax.models.hot_experts import hottest, with_hot_rows
 from moe_jax.models.layers import block_norm, mlp, scaled
 from moe_jax.models.moe import RouterContext, RouterStats, run_experts
 from moe_jax.models.mtp import mtp_input
@@ -262,13 +262,18 @@ def block(
     length = x_BND.shape[1]
     capacity = full_capacity(model.moe, x_BND.shape[0] * length)
     capacity = capacity._replace(buffer=buffer_of(model.moe, compute.rank_capacity_factor, length, compute.ep_size()))
-    copying = partial(hottest, most=compute.hot_experts, axis=compute.expert_axis) if compute.hot_experts else None
+    copying = (
+        partial(hot_experts.hottest, most=compute.hot_experts, axis=compute.expert_axis)
+        if compute.hot_experts
+        else None
+    )
     context = context._replace(capacity=capacity, choose_hot=copying)
     routed = attend_and_route(params, x_BND, model, view, compute, context, document_BL=document_BL)
     own = params["moe"]["experts"]
     experts = partial(experts_of(model.moe, compute), own)
     returned = dispatch_compute_combine(routed.sent, experts, compute.route, model.moe)
-    returned = with_hot_rows(returned, own, routed.hot, model.moe, compute.route, compute.product, compute.dtype)
+    of_copies = model.moe, compute.route, compute.product, compute.dtype
+    returned = hot_experts.with_hot_rows(returned, own, routed.hot, *of_copies)
     return rejoin(routed.x_BND, returned, routed.metadata, model), routed.stats, routed.max_logit_H
 
 
@@ -320,7 +325,13 @@ def forward(
     return Output(decoded_BND, in_order, max_logit_LH, x_BND)
 
 
-REMAT_POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
+_ALWAYS_SAVED = jax.checkpoint_policies.save_only_these_names(hot_experts.CHOICE)
+REMAT_POLICIES = {
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _ALWAYS_SAVED
+    ),
+    "full": _ALWAYS_SAVED,
+}
 
 
 def _run_segment(

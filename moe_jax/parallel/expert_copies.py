@@ -22,12 +22,26 @@ def copied_experts(params: _Tree, position_K: Int[Array, " K"], axis: Axes, dtyp
     One all-reduce of each leaf, to which all ranks but the owner add 0, so the copies are exact. In the backward pass
     the gradients of the copies are summed in float32, and their owners add them to their own.
     """
-    leaves, structure = jax.tree.flatten(params)
-    own_K = _own_index(position_K, len(leaves[0]), axis)
-    # no index is negative
-    own = [x.at[own_K].get(mode="fill", fill_value=0, wrap_negative_indices=False).astype(dtype) for x in leaves]
     with jax.named_scope("copy_hot_experts"):
-        return jax.tree.unflatten(structure, jax.lax.psum(own, axis))
+        return jax.lax.psum(parts_of_copies(params, position_K, axis, dtype), axis)
+
+
+def parts_of_copies(params: _Tree, position_K: Int[Array, " K"], axis: Axes, dtype: str) -> _Tree:
+    """Return what this rank adds to the copies: its own experts, cast to `dtype`, and 0 for others."""
+    own_K = _own_index(position_K, len(jax.tree.leaves(params)[0]), axis)
+    # no index is negative
+    own = jax.tree.map(lambda x: x.at[own_K].get(mode="fill", fill_value=0, wrap_negative_indices=False), params)
+    return jax.tree.map(lambda x: x.astype(dtype), own)
+
+
+def add_to_owners(grads: _Tree, summed: _Tree, position_K: Int[Array, " K"], axis: Axes) -> _Tree:
+    """Return the gradients of this rank's experts [L, …] with those of all copies of them, of which `summed` [K, …] is
+    the sum over ranks.
+    """
+    own_K = _own_index(position_K, len(jax.tree.leaves(grads)[0]), axis)
+    return jax.tree.map(
+        lambda x, d: x.at[own_K].add(d.astype(x.dtype), mode="drop", wrap_negative_indices=False), grads, summed
+    )
 
 
 def _own_index(position_K: Int[Array, " K"], local: int, axis: Axes) -> Int[Array, " K"]:
@@ -44,15 +58,9 @@ def _forward(
 
 def _backward(axis: Axes, dtype: str, saved: tuple[_Tree, Int[Array, " K"]], grads: _Tree) -> tuple[_Tree, None]:
     params, position_K = saved
-    leaves, structure = jax.tree.flatten(params)
-    own_K = _own_index(position_K, len(leaves[0]), axis)
     with jax.named_scope("sum_hot_experts"):
-        summed = jax.lax.psum([d.astype(jnp.float32) for d in jax.tree.leaves(grads)], axis)
-    own = [
-        jnp.zeros_like(x).at[own_K].set(d.astype(x.dtype), mode="drop", wrap_negative_indices=False)
-        for x, d in zip(leaves, summed, strict=True)
-    ]
-    return jax.tree.unflatten(structure, own), None
+        summed = jax.lax.psum(jax.tree.map(lambda d: d.astype(jnp.float32), grads), axis)
+    return add_to_owners(jax.tree.map(jnp.zeros_like, params), summed, position_K, axis), None
 
 
 copied_experts.defvjp(_forward, _backward)

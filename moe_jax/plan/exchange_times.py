@@ -1,13 +1,16 @@
 """Times of a step's exchanges of rows, and of the gathers and sums of these rows over tensor ranks."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from moe_jax.config import Config
 from moe_jax.plan.caching import cached_method
 from moe_jax.plan.collective_costs import CollectiveCosts, DeviceGroup, ExchangeChoice
+from moe_jax.plan.hot_experts import leaving_bytes
 from moe_jax.plan.over_tensor import LinkStages, form_seconds
 from moe_jax.plan.task_times import Transfer
+from moe_jax.plan.work import ITEM_BYTES
 from moe_jax.schedule.build import has_tensor_tasks
 
 
@@ -25,7 +28,7 @@ class ExchangeTimes:
     """Seconds by the bytes that a device has for all expert ranks, in the config's form over tensor ranks."""
 
     def __init__(self, config: Config, collectives: CollectiveCosts, copied_bytes_per_s: float):
-        mesh = config.mesh.sizes
+        mesh, self._config = config.mesh.sizes, config
         self._settings, self._collectives, self._copied_bytes_per_s = config.exchange, collectives, copied_bytes_per_s
         self._tensor, self._shared_by = mesh["tensor"], config.mesh.expert_tensor_ranks(mesh)
         self._experts = DeviceGroup(config.mesh.expert_ranks(mesh), self._shared_by)
@@ -54,11 +57,23 @@ class ExchangeTimes:
         """Seconds to gather the exchanged rows of all tensor ranks, or to sum as many over them."""
         return self._gathered(num_bytes * (self._tensor - 1))
 
+    @cached_property
+    def copies_s(self) -> tuple[float, float]:
+        """Seconds to send the copies of a block's hot experts, and to sum their gradients."""
+        item = ITEM_BYTES[self._config.train.compute_dtype]
+        leaving = leaving_bytes(self._config, self._experts.ranks, item)
+        copied_s, summed_s = (self._collectives.ring(each, self._experts, "all_reduce") for each in leaving)
+        return copied_s, summed_s
+
     def transfers(self, num_bytes: float) -> dict[str, Transfer]:
-        """The costs of the tasks of exchanges of these bytes, by op."""
+        """The costs of the tasks of exchanges of these bytes, by op.
+
+        A scheduled step sends copies of hot experts beside a block's dispatches.
+        """
         exchange = Transfer(link=_Bytes(self.task_seconds), num_bytes=num_bytes)
         gather = Transfer(link=_Bytes(self.gather_seconds), num_bytes=num_bytes)
-        return dict.fromkeys(("dispatch", "combine"), exchange) | dict.fromkeys(("gather", "scatter"), gather)
+        dispatch = exchange if self._config.step_kind == "plain" else replace(exchange, more_s=self.copies_s)
+        return {"dispatch": dispatch, "combine": exchange, "gather": gather, "scatter": gather}
 
     def _between(self, leaving: float) -> float:
         """Seconds of an all-to-all between expert ranks by the bytes that leave a device."""

@@ -29,10 +29,11 @@ def leaving_bytes(config: Config, ranks: int, item: int) -> tuple[float, float]:
 def copies_bytes(config: Config, item: int) -> float:
     """Bytes of copies that the forward pass stores for the backward pass, and of one block's gradients of copies.
 
-    With `schedule.remat` a period of blocks is copied again in the backward pass.
+    With `schedule.remat` a plain step copies a period of blocks again in the backward pass.
     """
     own = copied_parameters(config)
-    stored = config.model.block_kinds.count("moe") if config.schedule.remat == "none" else 1
+    again = config.schedule.remat != "none" and config.step_kind == "plain"
+    stored = 1 if again else config.model.block_kinds.count("moe")
     return own * (stored * item + _FLOAT32)
 
 

@@ -16,7 +16,6 @@ from moe_jax.plan.collective_costs import Collective, CollectiveCosts, DeviceGro
 from moe_jax.plan.costs import order_times
 from moe_jax.plan.exchange_times import ExchangeTimes
 from moe_jax.plan.gradients import Sum, own_parameters, sums_of
-from moe_jax.plan.hot_experts import leaving_bytes
 from moe_jax.plan.launch_overhead import with_launch_overhead
 from moe_jax.plan.measured import MeasuredTimes
 from moe_jax.plan.param_gathers import Gathered, gathered_bytes, param_gathers
@@ -319,10 +318,7 @@ class Step:
         # remat of whole periods repeats their exchanges in the backward pass, where nothing overlaps with them
         again = settings.remat in ("dots", "full") and self.config.step_facts.remat_unit == "period"
         exchanged_s = 2 * self.exchanges.seconds(self.exchanged_bytes) if again else 0.0
-        copied_s, summed_s = (
-            self.collectives.ring(leaving, self.experts, "all_reduce")
-            for leaving in leaving_bytes(self.config, self.experts.ranks, self._item)
-        )
+        copied_s, summed_s = self.exchanges.copies_s if self.config.step_kind == "plain" else (0.0, 0.0)
         own_experts = Owned(expert=round(share * experts.expert))
         heads = 1 + model.num_nextn_predict_layers  # with the head goes what else multi-token prediction needs
         logits = [each * tokens * model.vocab_size * heads for each in _LOGIT_BYTES]

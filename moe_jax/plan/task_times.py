@@ -81,10 +81,15 @@ def task_seconds(action: Action, shape: StepShape, of: Callable[[str, int], floa
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """Bytes that a communication stage moves, the same in both directions."""
+    """Bytes of rows that a communication stage moves, the same in both directions."""
 
     link: Cost
     num_bytes: float
+    more_s: tuple[float, float] = (0.0, 0.0)  # what its tasks send besides, forward and backward
+
+    def seconds(self, direction: str, parts: int) -> float:
+        """Seconds of one of `parts` equal parts."""
+        return self.link.seconds(self.num_bytes, parts) + self.more_s[direction == "B"] / parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +109,7 @@ class TaskTimes:
         @functools.cache
         def of_op(direction: str, op: str, dense: bool) -> float:
             if op in self.transfer:
-                transfer = self.transfer[op]
-                return transfer.link.seconds(transfer.num_bytes, shape.num_parts(direction, op))
+                return self.transfer[op].seconds(direction, shape.num_parts(direction, op))
             return self.compute["dense" if dense else op].seconds(Action(direction, op, 0, 0), shape)
 
         sent_s = functools.cache(self.reduce.seconds)  # buckets of a model have few sizes

@@ -41,4 +41,5 @@ def test_copies_take_memory_in_each_block_unless_they_are_sent_again():
     own = copied_parameters(copying(3))
     assert copies_bytes(copying(3), 4) == own * (2 * 4 + 4)
     assert copies_bytes(copying(3, schedule={"remat": "full"}), 4) == own * (4 + 4)
+    assert copies_bytes(copying(3, schedule={"remat": "full", "policy": "unified"}), 4) == own * (2 * 4 + 4)
     assert step_memory(copying(3), "cpu").total > step_memory(copying(0), "cpu").total

@@ -115,6 +115,7 @@ FACTORS: dict[str, dict[str, str]] = {
         "fixed": "",
         "moved": "migration.enabled=true migration.payback_steps=null",
         "copied": "migration.enabled=true migration.payback_steps=null migration.replicas=1",
+        "hot": "exchange.hot_experts=3",
     },
     "blocks": {
         "one": "model.num_layers=1 model.moe.moe_layer_freq=1",
@@ -173,11 +174,13 @@ REFUSED: Pairs = [
     {"gate": WHOLE_BATCH, "order": "einsum"},
     {"gate": ("by_score", "expert_choice"), "room": UNLIMITED},
     {"gate": FILLING, "balance": "sequence"},
-    {"gate": FILLING, "experts": ("moved", "copied")},
-    {"experts": ("moved", "copied"), "order": "einsum"},
-    {"experts": ("moved", "copied"), "mesh": ONE_RANK},
+    {"gate": FILLING, "experts": ("moved", "copied", "hot")},
+    {"experts": ("moved", "copied", "hot"), "order": "einsum"},
+    {"experts": ("moved", "copied", "hot"), "mesh": ONE_RANK},
+    {"experts": "hot", "mesh": tuple(mesh for mesh in WITH_TENSOR if mesh != ONE_RANK)},
+    {"experts": "hot", "hooks": ("bf16", "fp8")},
     {"experts": "copied", "zero": but("zero", "zero0")},
-    {"experts": "copied", "room": ("slots", "few")},
+    {"experts": ("copied", "hot"), "room": ("slots", "few")},
     {"gate": "sparsemixer", "attention": "delta_nets"},  # norms with weights around 0
     {"gate": "sparsemixer", "mtp": "mtp"},
     {"gate": "on_input", "attention": ("latent", "sinks", "normed")},
@@ -195,16 +198,22 @@ IDLE: Pairs = [
     {"order": "einsum", "room": "buffer"},  # which holds sorted rows
     # not idle: what a rank has room for depends on the experts that it has, which the reference does not know
     {"experts": ("moved", "copied"), "room": "buffer"},
+    {"experts": "hot", "room": "buffer"},  # in which copies' rows need no room
 ]
 # pairs that the config refuses whatever a third factor has
 REFUSED_BY_ALL: Pairs = [
-    {"experts": "copied", "exchange": "ragged"},  # rooms without and with a limit
-    {"experts": "copied", "gate": "by_score"},
+    # rooms without and with a limit
+    *(
+        {"experts": copies, **other}
+        for copies in ("copied", "hot")
+        for other in ({"exchange": "ragged"}, {"gate": "by_score"})
+    ),
 ]
 # of values that need others to be taken at all, the values that take these
 COMPANIONS: dict[str, Case] = {
     "ragged": {"cut": "unified2", "room": "slots"},
     "copied": {"room": "dropless"},
+    "hot": {"room": "dropless"},
     "e2t2_scheduled": {"cut": "unified1"},
 }
 ARRAY = Array(

@@ -19,6 +19,7 @@ from moe_jax.models.hot_experts import choose
 from moe_jax.parallel.expert_copies import copied_experts
 from moe_jax.parallel.mesh import Axis
 from moe_jax.step.expert_placement import slots_of
+from moe_jax.step.scheduled import hot_copies
 from moe_jax.step.trainer import make_trainer
 from tests.small import first_params, small_config, tokens_of
 from tests.step.gradients import first_state, mesh_of, sharded_gradients
@@ -47,6 +48,14 @@ CASES = {
         config_of(1, 2, tensor=2, experts_over_tensor=True, expert_matmuls="fp8"),
         2,
     ),
+    "microbatches, in a loop of blocks": (
+        config_of(
+            *(1, 4),
+            model={"num_layers": 4},
+            schedule={"policy": "unified", "microbatches": 2, "weight_grad": "greedy", "grad_reduce": "bucketed"},
+        ),
+        3,
+    ),
 }
 
 
@@ -62,16 +71,24 @@ def test_training_is_the_same(name):
     chex.assert_trees_all_close(found.grads, expected.grads, rtol=1e-5, atol=1e-7)
 
 
-def test_rows_of_copies_are_computed_by_copies(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "module", "function"),
+    [
+        ("data and expert ranks", hot_experts, "copied_experts"),
+        ("microbatches, in a loop of blocks", hot_copies, "parts_of_copies"),
+    ],
+)
+def test_rows_of_copies_are_computed_by_copies(monkeypatch, name, module, function):
     """Without their weights the loss is another one."""
-    config, experts = CASES["data and expert ranks"]
+    config, experts = CASES[name]
     params, tokens = first_params(config.model), tokens_of(config)
-    expected = sharded_gradients(config, params, tokens)
+    weights = getattr(module, function)
 
     def nothing(*arguments):
-        return jax.tree.map(jnp.zeros_like, copied_experts(*arguments))
+        return jax.tree.map(jnp.zeros_like, weights(*arguments))
 
-    monkeypatch.setattr(hot_experts, "copied_experts", nothing)
+    expected = sharded_gradients(copying(config, experts), params, tokens)
+    monkeypatch.setattr(module, function, nothing)
     assert sharded_gradients(copying(config, experts), params, tokens).loss != expected.loss
 
 

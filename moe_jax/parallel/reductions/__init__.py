@@ -44,6 +44,18 @@ class ReduceImpl(NamedTuple):
         return self.finish(self.start(x, axes))
 
 
+class StartedSum(NamedTuple):
+    """A sum over devices that has been started."""
+
+    impl: ReduceImpl
+    in_flight: tuple[Any, ...]
+
+    def arrive(self, tie: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Return its result. `tie` is applied to the array that arrives last."""
+        *others, last = self.in_flight
+        return self.impl.finish((*others, tie(last)))
+
+
 def _blocking(reduce: Callable[[jax.Array, tuple[Axis, ...]], jax.Array]) -> ReduceImpl:
     return ReduceImpl(lambda x, axes: (reduce(x, axes),), lambda under_way: under_way[0])
 

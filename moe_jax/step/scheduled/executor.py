@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from moe_jax.config import ModelConfig
 from moe_jax.models.dispatch import Arrival, Flow, Piece, in_blocks
+from moe_jax.models.dispatchers.hot import joined
 from moe_jax.models.dispatchers.protocol import CapacityState, DispatchMetadata, ExpertRows
 from moe_jax.models.dispatchers.ragged import Stored, lane_experts
 from moe_jax.models.head import HeadLoss, LossForm, no_loss
@@ -32,6 +33,7 @@ from moe_jax.parallel.ordering import depend_on
 from moe_jax.parallel.sequence_shards import LocalTokens
 from moe_jax.parallel.trees import OF_HEAD, Params, Tree
 from moe_jax.schedule.actions import Action
+from moe_jax.step.scheduled.hot_copies import HotCopies
 from moe_jax.step.scheduled.issue_order import IssueOrder
 from moe_jax.step.scheduled.lane_overflow import ExpertWeights, LaneOverflow
 from moe_jax.step.scheduled.param_gathering import ParamGathering, but_experts
@@ -94,6 +96,7 @@ class Tasks:
             dims.compute.platform, gathering is not None, in_loop and dims.compute.exchanges_inside_nodes
         )
         self.transfers = RowTransfers(dims, self.pullbacks, self.lane_overflow)
+        self.hot = HotCopies(dims, self.pullbacks, consts.blocks)
         self.gathering = gathering
         self.awaits_rows = False  # whether backward attend tasks wait for their rows before any computation
 
@@ -104,6 +107,9 @@ class Tasks:
         self._params_arrive(action)
         runs = {"embed": self._embed, "attend": self._attend, "head": self._head, "expert": self._experts}
         runs.get(action.op, partial(self.transfers.send, self.flow, order=self.order))(action)
+        if action.op == "dispatch" and self.dims.compute.hot_experts:
+            self._arrive(action.block, of_experts=True)
+            self.hot.send(action.block, self.order)
 
     def _embed(self, action: Action) -> None:
         for r in self.dims.microbatches_of(action):
@@ -125,7 +131,7 @@ class Tasks:
         pieces = [self._arrived_rows(self.flow, p) for p in self.dims.pieces_of_microbatch(r)]
         self.widths = [piece.shape[axis] for piece in pieces]
         rows = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=axis)
-        inputs = (self.x[r], rows, self.metadata.pop(r))
+        inputs = (self.x[r], rows, self.hot.returned.pop(r, None), self.metadata.pop(r))
         self.x[r] = self.pullbacks.differentiate(
             ("residual", consumer, r), partial(_rejoin, model=model, ragged=self.dims.ragged), (), inputs
         )
@@ -144,11 +150,13 @@ class Tasks:
                 continue
             inputs = None if self.router_inputs is None else self.router_inputs[r].above(block)
             context = RouterContext(inputs, self._capacity(block, r), self.placements.get(block), compute.rank_speeds)
+            context = self.hot.context(context, block, self.order)
             route = partial(attend_and_route, model=model, view=view, compute=compute, document_BL=document)
             routed: Routed = self._attended(block, r, partial(route, context=context, ragged=dims.ragged))
             self.x[r], self.metadata[r], self.stats[block, r] = routed.x_BND, routed.metadata, routed.stats
             self._add_max_logits(block, routed.max_logit_H)
             self.order.record_compute(routed.sent.rows)
+            self.hot.take(block, r, routed.hot, self.order)
             pieces = dims.pieces_of_microbatch(r)
             split = dims.dispatcher.split(routed.sent, len(pieces)) if len(pieces) > 1 else [routed.sent]
             self.flow.update(zip(pieces, split, strict=True))
@@ -193,6 +201,7 @@ class Tasks:
                 out = self.pullbacks.differentiate(("expert", block, p), run, weights, received, remat=True)
                 self.flow[p] = ExpertRows(out)
             self.order.record_compute(floats_of(self.flow[p])[0])
+            self.hot.compute(block, p, floats_of(self.flow[p])[0], self.order)
 
     def _lanes(self, block: int, p: int, lanes: ragged.Lanes) -> ragged.Lanes:
         """Apply the experts to their lanes, and to the rows that overflowed them."""
@@ -227,6 +236,8 @@ class Tasks:
         runs = {"embed": self._embed_back, "attend": self._attend_back, "head": self._head_back}
         runs["expert"] = self._experts_back
         runs.get(action.op, partial(self.transfers.send, self.dflow, order=self.order))(action)
+        if action.op == "dispatch":
+            self.hot.sum(action.block, self.order)
 
     def _head_back(self, action: Action) -> None:
         for r in self.dims.microbatches_of(action):
@@ -242,7 +253,10 @@ class Tasks:
         pullback = self.pullbacks.stored.pop(("residual", consumer, r), None)
         if pullback is None:
             return
-        _, (self.dx[r], drows, *self.dmetadata[r]) = pullback([self.dx[r]])
+        _, (self.dx[r], drows, *rest) = pullback([self.dx[r]])
+        if self.dims.compute.hot_experts:
+            self.hot.d_returned[r], *rest = rest
+        self.dmetadata[r] = rest
         pieces = self.dims.pieces_of_microbatch(r)
         bounds = [sum(self.widths[:i]) for i in range(1, len(pieces))]
         axis = self.dims.dispatcher.slot_axis
@@ -260,6 +274,7 @@ class Tasks:
                 self.dflow[p] = d._replace(main_LbD=d_in, rest_R=self.lane_overflow.backward(block, p, d.rest_R))
             else:
                 self.dflow[p] = ExpertRows(d_in)
+            self.hot.backward(block, p, self.order)
         if not split:
             self._add_overflow_gradients(block)
 
@@ -283,6 +298,7 @@ class Tasks:
                 if self.awaits_rows:
                     cotangents = [depend_on(cotangents[0], drows, dims.compute.platform)]
                 cotangents += [drows, *self._no_cotangents(r), *self.dmetadata.pop(r), *self._router_cotangents(block)]
+                cotangents += self.hot.d_rows(r)
             cotangents += [jnp.zeros(dims.own_heads)] if dims.compute.attention.max_logits else []
             self.dx[r], *of_next = self.pullbacks.pull(("attend", block, r), cotangents)
             if of_next:
@@ -317,8 +333,11 @@ class Tasks:
             gradient = self.pullbacks.waiting.pop((action.op, action.block, part)).weights(self.order.after_compute)
             self.order.record_compute(*jax.tree.leaves(gradient))
             self.pullbacks.add((action.op, action.block), gradient)
+            if action.op == "expert":
+                self.hot.weights(action.block, part, self.order)
         if action.op == "expert":
             self._add_overflow_gradients(action.block)
+            self.hot.sum(action.block, self.order)
 
     # collectives
 
@@ -341,13 +360,15 @@ class Tasks:
 
     def _params_arrive(self, action: Action) -> None:
         """Wait for the weights of an F or B task that are being gathered. In a scan they are another iteration's."""
-        if self.gathering is None or self.gathering.whole is not self.blocks:
-            return
-        if action.op in ("embed", "head"):
+        if action.op not in ("embed", "head"):
+            self._arrive(action.block, of_experts=action.op == "expert")
+        elif self.gathering is not None:
             self.gathering.arrive(action.op)
             self.ends |= self.gathering.whole.pop(action.op, {})
-        else:
-            self.gathering.arrive(action.block, of_experts=[action.op == "expert"])
+
+    def _arrive(self, block: int, of_experts: bool) -> None:
+        if self.gathering is not None and self.gathering.whole is self.blocks:
+            self.gathering.arrive(block, of_experts=[of_experts])
 
 
 def _look_up(
@@ -357,7 +378,11 @@ def _look_up(
 
 
 def _rejoin(
-    _: Tree, inputs: tuple[jax.Array, jax.Array, DispatchMetadata], model: ModelConfig, ragged: bool
+    _: Tree,
+    inputs: tuple[jax.Array, jax.Array, jax.Array | None, DispatchMetadata],
+    model: ModelConfig,
+    ragged: bool,
 ) -> jax.Array:
-    x, returned, metadata = inputs
+    x, returned, of_copies, metadata = inputs
+    returned = returned if of_copies is None else joined(returned, of_copies)
     return rejoin(x, returned, metadata, model, ragged)

@@ -6,14 +6,14 @@ with experts, E experts.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from moe_jax.models.moe import RouterStats, balance_shares
 from moe_jax.parallel.mesh import TOKEN_AXES, Axis
-from moe_jax.parallel.reductions import REDUCTIONS, ReduceImpl, scatter_in_shape, scatter_of, sum_in_shape
+from moe_jax.parallel.reductions import REDUCTIONS, ReduceImpl, StartedSum, scatter_in_shape, scatter_of, sum_in_shape
 from moe_jax.parallel.trees import Tree
 from moe_jax.parallel.zero import ShardSpec
 from moe_jax.schedule.actions import NO_BLOCK, Action
@@ -21,13 +21,6 @@ from moe_jax.step.scheduled.executor import Tasks
 from moe_jax.step.scheduled.reduce_groups import ReduceGroup, Reduction
 
 _SMALL = 2**16  # elements of a sum for which XLA:TPU keeps no order: the next collective waits for the one before
-
-
-class StartedSum(NamedTuple):
-    """A sum over devices that has been started."""
-
-    impl: ReduceImpl
-    in_flight: tuple[Any, ...]
 
 
 class GradientReducer:
@@ -136,6 +129,7 @@ class GradientReducer:
         experts = grads.get(("expert", owner - 1))
         if experts is None:
             experts = jax.tree.map(lambda _: None, self.tasks.blocks[owner - 1]["moe"]["experts"])
+        experts = self.tasks.hot.add_to_owners(owner - 1, experts, self.tasks.order)
         return block | {"moe": block["moe"] | {"experts": experts}}
 
     def total(self, owner: int) -> Tree:
@@ -163,10 +157,8 @@ class GradientReducer:
 
     def _arrived(self, started: StartedSum) -> jax.Array:
         """Return the result of a sum; on CPUs it is read after the tasks so far, so that they do not wait for it."""
-        *others, last = started.in_flight
-        if self.tasks.dims.compute.platform == "cpu":
-            last = self.tasks.order.after_compute(last)
-        return started.impl.finish((*others, last))
+        on_cpu = self.tasks.dims.compute.platform == "cpu"
+        return started.arrive(self.tasks.order.after_compute if on_cpu else lambda last: last)
 
 
 def _is_missing(leaf: Any) -> bool:

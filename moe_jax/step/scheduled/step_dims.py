@@ -116,6 +116,11 @@ class StepDims:
         """Return the pieces that a microbatch's rows are split into."""
         return _share(microbatch, self.microbatches, self.num_pieces)
 
+    def microbatch_ended_by(self, piece: int) -> int | None:
+        """Return the microbatch of which a piece is the last one, or None."""
+        microbatch, place = divmod(piece, self.num_pieces // self.microbatches)
+        return microbatch if place == self.num_pieces // self.microbatches - 1 else None
+
 
 def _share(part: int, parts: int, total: int) -> range:
     return range(part * total // parts, (part + 1) * total // parts)

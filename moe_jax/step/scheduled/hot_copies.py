@@ -1,0 +1,174 @@
+"""Copies of a step's most loaded experts, in the order of a schedule (`exchange.hot_experts`).
+
+The loads of a block's first microbatch decide which experts are copied for all of its microbatches: one choice, and one
+sending of weights. Weights are sent after the first dispatch, so that they travel while the next microbatch's attention
+computes. Rows of copies are computed with the last rows that a microbatch has sent. The gradients of copies are summed
+after the last exchange of a block's backward pass, or after its last W task, and their owners add them to their own.
+
+Microbatches have index r.
+"""
+
+from typing import Any
+
+import jax
+from jax.tree_util import Partial
+
+from moe_jax.models.dispatchers.hot import HotRows
+from moe_jax.models.dispatchers.protocol import ExpertRows
+from moe_jax.models.hot_experts import hottest, run_copies
+from moe_jax.models.moe import RouterContext
+from moe_jax.parallel.expert_copies import add_to_owners, parts_of_copies
+from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.reductions import REDUCTIONS, StartedSum, sum_in_shape
+from moe_jax.parallel.trees import Tree
+from moe_jax.step.scheduled.issue_order import IssueOrder
+from moe_jax.step.scheduled.pullbacks import Pullbacks
+from moe_jax.step.scheduled.step_dims import StepDims
+
+_COPIES, _OWNERS = "copies", "owners"  # ops of pullbacks
+
+
+class HotCopies:
+    """The copies of a step's blocks, and what their rows have become. Without copies, its methods do nothing.
+
+    `blocks` are weights by block number, as far as they are here.
+    """
+
+    def __init__(self, dims: StepDims, pullbacks: Pullbacks, blocks: dict[int, Tree]):
+        self._dims, self._pullbacks, self._blocks = dims, pullbacks, blocks
+        self._most = dims.compute.hot_experts
+        self._position: dict[int, jax.Array] = {}  # of copied experts, by block
+        self._sent: dict[int, Any] = {}  # copies that have been sent, by block: a tree of sums
+        self._copies: dict[int, Tree] = {}  # and have arrived
+        self._rows: dict[int, ExpertRows] = {}  # by microbatch: for copies
+        self.returned: dict[int, jax.Array] = {}  # from copies
+        self.d_returned: dict[int, jax.Array] = {}  # cotangents of `returned`
+        self._d_rows: dict[int, jax.Array] = {}
+        self._num_done: dict[int, int] = {}  # microbatches whose gradients are complete, by block
+        self._sums: dict[int, Any] = {}  # of gradients, by block: a tree of sums
+
+    # forward
+
+    def context(self, context: RouterContext, block: int, order: IssueOrder) -> RouterContext:
+        """Return the context of a router that leaves out rows of copies."""
+        if not self._most:
+            return context
+        if block in self._position:
+            return context._replace(choose_hot=lambda _: self._position[block])
+        # other compilers order the collectives of a program
+        on_cpu = self._dims.compute.platform == "cpu"
+
+        def choose(count_S: jax.Array) -> jax.Array:
+            count_S = order.after_comm(count_S) if on_cpu else count_S
+            return hottest(count_S, self._most, self._dims.compute.expert_axis)
+
+        return context._replace(choose_hot=choose)
+
+    def take(self, block: int, r: int, hot: HotRows | None, order: IssueOrder) -> None:
+        """Take the rows for copies that a router has left out."""
+        if hot is None:
+            return
+        self._rows[r] = hot.rows
+        if block in self._position:
+            return
+        self._position[block] = hot.position_K
+        self._pullbacks.stored[_OWNERS, block, 0] = Partial(_positions, hot.position_K)
+        if self._dims.compute.platform == "cpu":
+            order.record_comm(hot.position_K)
+
+    def send(self, block: int, order: IssueOrder) -> None:
+        """Send the weights of a block's copies, once they are here and its copies are chosen."""
+        experts = self._blocks.get(block, {}).get("moe", {}).get("experts")
+        if block not in self._position or block in self._sent or experts is None:
+            return
+        axis, dtype = self._dims.compute.expert_axis, self._dims.compute.dtype
+        with jax.named_scope("copy_hot_experts"):
+            parts = parts_of_copies(experts, self._position[block], axis, dtype)
+            self._sent[block] = self._started(parts, order)
+
+    def compute(self, block: int, p: int, returned: jax.Array, order: IssueOrder) -> None:
+        """Compute the rows for copies of the microbatch whose last piece is p; `returned` are the piece's outputs."""
+        r = self._dims.microbatch_ended_by(p)
+        if not self._most or r is None:
+            return
+        self.send(block, order)  # unless that was possible earlier
+        if block not in self._copies:
+            self._copies[block] = self._arrived(self._sent[block], order)
+        moe, at_once = self._dims.config.model.moe, returned.shape[0] * returned.shape[1]
+        local = len(jax.tree.leaves(self._blocks[block]["moe"]["experts"])[0])
+        run = run_copies(moe, self._dims.compute.product, at_once, local)
+        rows = self._rows.pop(r)
+        rows = rows._replace(rows=order.after_compute(rows.rows))
+        self.returned[r] = self._pullbacks.differentiate(
+            (_COPIES, block, r), run, self._copies[block], rows, remat=True
+        )
+        order.record_compute(self.returned[r])
+
+    # backward
+
+    def backward(self, block: int, p: int, order: IssueOrder) -> None:
+        """Compute the cotangents of the rows that `compute` did with this piece."""
+        r = self._dims.microbatch_ended_by(p)
+        if not self._most or r is None:
+            return
+        cotangent = order.after_compute(self.d_returned.pop(r))
+        (self._d_rows[r],) = self._pullbacks.pull((_COPIES, block, r), [cotangent])
+        order.record_compute(self._d_rows[r])
+        if not self._dims.shape.split_weight_grad:
+            self._num_done[block] = self._num_done.get(block, 0) + 1
+
+    def d_rows(self, r: int) -> list[jax.Array]:
+        """Return the cotangents of the rows of a microbatch for copies."""
+        return [self._d_rows.pop(r)] if self._most else []
+
+    def weights(self, block: int, p: int, order: IssueOrder) -> None:
+        """Compute the weight gradients of the rows that `compute` did with this piece."""
+        r = self._dims.microbatch_ended_by(p)
+        if not self._most or r is None:
+            return
+        gradient = self._pullbacks.waiting.pop((_COPIES, block, r)).weights(order.after_compute)
+        order.record_compute(*jax.tree.leaves(gradient))
+        self._pullbacks.add((_COPIES, block), gradient)
+        self._num_done[block] = self._num_done.get(block, 0) + 1
+
+    def sum(self, block: int, order: IssueOrder) -> None:
+        """Sum the gradients of a block's copies over their ranks, as soon as those of all microbatches exist."""
+        if self._num_done.get(block) != self._dims.microbatches or block in self._sums:
+            return
+        with jax.named_scope("sum_hot_experts"):
+            self._sums[block] = self._started(self._pullbacks.grads.pop((_COPIES, block)), order)
+
+    def add_to_owners(self, block: int, experts: Tree, order: IssueOrder) -> Tree:
+        """Return the gradients of a block's experts with those of their copies, once all of them exist."""
+        self.sum(block, order)
+        if block not in self._sums:
+            return experts
+        del self._num_done[block]
+        summed = self._arrived(self._sums.pop(block), order)
+        position_K = self._pullbacks.stored.pop((_OWNERS, block, 0))()
+        total = add_to_owners(experts, summed, position_K, self._dims.compute.expert_axis)
+        self._pullbacks.grads["expert", block] = total
+        return total
+
+    def _started(self, tree: Tree, order: IssueOrder) -> Any:
+        """Start the sums over the ranks of experts, one after another: a tree of them."""
+        name, axis = self._dims.config.exchange.reduction, self._dims.compute.expert_axis
+        # other ways to sum are for large arrays
+        impl = sum_in_shape(name if REDUCTIONS[name].only_starts else "all_reduce")
+
+        def start(x: jax.Array) -> StartedSum:
+            in_flight = impl.start(order.after_comm(x, impl.only_starts), (axis,) if isinstance(axis, Axis) else axis)
+            order.record_comm(in_flight[-1], impl.only_starts)
+            return StartedSum(impl, in_flight)
+
+        return jax.tree.map(start, tree)
+
+    def _arrived(self, sums: Any, order: IssueOrder) -> Tree:
+        """Return the results; on CPUs they are read after the tasks so far, so that these do not wait for them."""
+        tie = order.after_compute if self._dims.compute.platform == "cpu" else lambda x: x
+        return jax.tree.map(lambda each: each.arrive(tie), sums, is_leaf=lambda each: isinstance(each, StartedSum))
+
+
+def _positions(position_K: jax.Array) -> jax.Array:
+    """Kept like a pullback, for the backward pass of another iteration."""
+    return position_K
