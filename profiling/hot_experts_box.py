@@ -12,6 +12,9 @@ machine. Writes results/hot_experts_box.json.
 
 Four processes share two cores, each for a fixed share of the time, and a larger preference gives the busiest rank 2.4
 times the mean load. Takes about 12 minutes. Writes results/hot_experts_box_4.json.
+
+With --scheduled all steps have two microbatches, and exchanges and sums in the background: copies are sent while
+attention computes. Writes results/hot_experts_box_scheduled.json or …_4_scheduled.json.
 """
 
 import argparse
@@ -38,6 +41,10 @@ _COMMON = [
     *("mesh.data=1", "model.num_layers=2", "model.moe.num_experts=16", "model.moe.top_k=2"),
     *("model.hidden_size=256", "model.moe.intermediate_size=512", "data.seq_len=512"),
     *("model.moe.capacity_factor=null", "exchange.rank_capacity_factor=null", "exchange.reduction=all_reduce"),
+]
+_SCHEDULED = [
+    *("schedule.policy=unified", "schedule.microbatches=2", "exchange.algorithm=background"),
+    "exchange.reduction=background",
 ]
 _SEQUENCES = 8  # of a rank
 _SHARE = 0.45  # of a core for each of 4 processes
@@ -128,9 +135,11 @@ def summary(found: dict[str, Any], copies: int) -> dict[str, Any]:
 def main() -> None:
     """Run the box and write JSON to results/."""
     parser = CommandParser(prog="python profiling/hot_experts_box.py", description=__doc__)
+    parser.add_argument("--scheduled", action="store_true", help="steps of the unified policy in the background")
     arguments = box.parse_round_flags(parser, unit="variant and round", processes=list(SKEWS))
     skew, ranks = SKEWS[arguments.processes], arguments.processes
     common = [*_COMMON, f"mesh.expert={ranks}", f"train.batch_size={ranks * _SEQUENCES}"]
+    common += _SCHEDULED if arguments.scheduled else []
     configs = {name: load_config(arguments.config, [*common, *own]) for name, own in skew.variants().items()}
     if box.rank() is not None:
         measure(arguments, configs)
@@ -138,6 +147,7 @@ def main() -> None:
     settings = box.box_from(arguments, limits_cpu=ranks == 4)
     result = summary(box.run_in_box(settings), skew.copies)
     name = "hot_experts_box" if ranks == 2 else f"hot_experts_box_{ranks}"
+    name += "_scheduled" if arguments.scheduled else ""
     write_result(name, result | {"rate": arguments.rate, "box": dataclasses.asdict(settings)})
 
 
