@@ -16,12 +16,11 @@ class Compiler(NamedTuple):
     flat_copies: int  # of the head's gradient if a schedule sums it as a flat vector
     overflow_copies: int  # of the buffer for rows beyond a ragged exchange's lanes, per microbatch
     own_gradients: bool  # also without a loop, a block's gradients and casts have buffers besides those of all blocks
-    highest_first: (
-        bool  # in a step with a loop, the activations of the blocks above it are gone before its backward pass
-    )
+    stacks_first: bool  # gradients of all blocks are allocated before the blocks above a loop run backward
+    early_targets: bool  # so is what the lowest block's exchanges fill (ZeRO 0 to 2)
     gaps: float  # ratio of allocated temporaries to those in use at once, in a plain step
     scheduled_gaps: float  # the same in a scheduled step
-    reserved_bytes: int  # counted with temporaries
+    pipelined_bytes: int  # counted with a pipelined step's temporaries
     casts_of_parts: bool  # weights of all blocks are cast once, outside of the loop over parts of a batch
     casts_of_shards: bool  # shards of all blocks are cast once, outside of the loop over blocks (ZeRO 3)
     sums_after_parts: bool  # autodiff's sums of each part are moved after that loop (ZeRO 2)
@@ -39,10 +38,11 @@ _GPU = Compiler(
     flat_copies=0,  # the same bytes
     overflow_copies=3,
     own_gradients=False,
-    highest_first=True,
+    stacks_first=False,
+    early_targets=False,
     gaps=1.0,
     scheduled_gaps=1.0,
-    reserved_bytes=0,
+    pipelined_bytes=0,
     casts_of_parts=False,
     casts_of_shards=False,
     sums_after_parts=False,
@@ -59,10 +59,11 @@ _TPU = Compiler(
     flat_copies=1,  # arrays are stored in tiles, vectors are not
     overflow_copies=3,
     own_gradients=True,
-    highest_first=False,  # not in what `scheduled_gaps` was read off
-    gaps=1.14,
-    scheduled_gaps=1.3,
-    reserved_bytes=2**27,  # vector memory
+    stacks_first=True,
+    early_targets=True,
+    gaps=1.02,
+    scheduled_gaps=1.03,
+    pipelined_bytes=2**27,  # by `memory_analysis()`, which counts gaps twice (`report/temporaries.py`)
     casts_of_parts=True,
     casts_of_shards=True,
     sums_after_parts=True,

@@ -5,7 +5,7 @@ state over the old one. Other memory differs between the moments of a step, and 
 - head: activations of all blocks (`plan/activation_memory.py`), logits and their gradient, the head's cast and
   gradient;
 - highest: in a scheduled step with a loop over blocks, the backward pass of the blocks above it: the same activations,
-  the gradients of these blocks and of the head, and the workspace of one block;
+  the gradients of these blocks and of the head (on TPUs of all blocks), and the workspace of one block;
 - backward: the same activations, then without those blocks'; all gradients but the embedding's, which comes last; and
   the workspace of one block;
 - update: all gradients, and roughly what Muon's iterations need.
@@ -41,7 +41,7 @@ from moe_jax.plan.activation_memory import (
     sizes_of,
     stored_bytes,
 )
-from moe_jax.plan.compilers import COMPILERS, Compiler
+from moe_jax.plan.compilers import COMPILERS
 from moe_jax.plan.gradients import ITEM_BYTES, moment_bytes, own_parameters, params_by_group
 from moe_jax.plan.hot_experts import copies_bytes
 from moe_jax.plan.offload import moments_at_once, offloaded_bytes, stored_activations
@@ -59,7 +59,14 @@ from moe_jax.plan.resources import (
 from moe_jax.plan.stage_parameters import stage_parameters_of
 from moe_jax.plan.units import size
 from moe_jax.plan.work import ITEM_BYTES as CAST_BYTES
-from moe_jax.plan.workspace_memory import head_bytes, in_blocks, period_of, working_bytes
+from moe_jax.plan.workspace_memory import (
+    early_target_bytes,
+    head_bytes,
+    in_blocks,
+    iteration_bytes,
+    period_of,
+    working_bytes,
+)
 from moe_jax.schedule.pipelines.outline import outline_of
 from moe_jax.schedule.scanned import ScannedBlocks
 
@@ -184,13 +191,15 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
     if config.train.grad_accumulation > 1 and compiler.casts_of_parts and config.optimizer.zero < 3:
         activations += sizes.item * in_products
     activations, on_host = stored_activations(config, platform, activations)
-    above = _above_loop(config, sizes, mode, compiler)
+    above = _above_loop(config, sizes, mode)
     gathered, own = gathered_parameter_bytes(config, mesh), own_parameters(owned_parameters(model), config, mesh)
     gathered += shard_cast_bytes(config, mesh) if compiler.casts_of_shards else 0
     gradients = gradient_memory(config, platform, mesh, count)
     flat = compiler.flat_copies if facts.orders_sums and math.prod(mesh.values()) > 1 else 0
     head_gradient = (sizes.item if is_fused(config, platform) and not facts.orders_sums else 4) * matrix
     working = working_bytes(config, sizes, compiler, mode, mesh, model.num_blocks)
+    working += early_target_bytes(config, sizes, compiler) if facts.orders_tasks else 0
+    of_iteration = iteration_bytes(config, sizes, compiler, mesh)
     moments: dict[Moment, dict[str, float]] = {
         "head": {
             "activations": activations,
@@ -202,7 +211,7 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
             "activations": activations - (0 if on_host else above.activations),
             "gathered": gathered,
             "gradients": gradients.backward,
-            "working": working,
+            "working": working + of_iteration,
         },
         "update": {
             "gradients": gradients.update,
@@ -211,12 +220,13 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
     }
     if above.blocks:
         of_blocks = ITEM_BYTES * above.blocks * in_products / model.num_blocks
+        of_blocks += 0 if config.optimizer.zero else head_gradient
         moments["highest"] = {
             # what is recomputed includes what these blocks have stored
             "activations": activations - (above.activations if mode in ("dots", "full") and not on_host else 0),
             "gathered": gathered,
-            "gradients": gradients.earlier + of_blocks + (0 if config.optimizer.zero else head_gradient),
-            "working": working,
+            "gradients": gradients.backward if compiler.stacks_first else gradients.earlier + of_blocks,
+            "working": working + (0 if compiler.stacks_first else of_iteration),
         }
     moment: Moment = max(moments, key=lambda name: sum(moments[name].values()))
     gaps = compiler.scheduled_gaps if facts.orders_tasks else compiler.gaps
@@ -228,7 +238,7 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
         activations_on_host=int(on_host),
         batch=int(4 * sizes.sequences * config.train.grad_accumulation * (config.data.seq_len + 1)),
         **parts,
-        lost=int((gaps - 1) * sum(parts.values())) + compiler.reserved_bytes,
+        lost=int((gaps - 1) * sum(parts.values())),
     )
 
 
@@ -258,7 +268,7 @@ def least_bytes(config: Sections, platform: str) -> float:
         gradients = parameters
     # moments and gradients are rounded down
     moments = moments_of(stages or owned_parameters(config.model), config, mesh, platform)["optimizer"]
-    return parameters + moments - 1 + gradients - 1 + COMPILERS[platform].reserved_bytes
+    return parameters + moments - 1 + gradients - 1 + (COMPILERS[platform].pipelined_bytes if has_ticks else 0)
 
 
 def moments_of(owned: tuple[Owned, ...], config: Sections, mesh: Mapping[str, int], platform: str) -> dict[str, int]:
@@ -288,9 +298,9 @@ class _AboveLoop(NamedTuple):
     activations: float  # bytes that they store
 
 
-def _above_loop(config: Config, sizes: DeviceSizes, mode: Mode, compiler: Compiler) -> _AboveLoop:
+def _above_loop(config: Config, sizes: DeviceSizes, mode: Mode) -> _AboveLoop:
     model, facts, loop = config.model, config.step_facts, ScannedBlocks.of_config(config)
-    if not facts.orders_tasks or loop is None or not compiler.highest_first:
+    if not facts.orders_tasks or loop is None:
         return _AboveLoop(0, 0.0)
     kinds = model.block_kinds[loop.last - loop.size :]
     return _AboveLoop(len(kinds), sum(stored_bytes(sizes, model, kind, mode, facts.remat_unit) for kind in kinds))
@@ -337,7 +347,8 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
     at_work = compiler.extra_slots_of_pairs if outline.has_pairs else compiler.extra_slots
     working = new + at_work * slot + (residuals if repeats else 0.0)
     # sums of gradients and buffers are allocated all the time, and so without gaps
-    working += working_bytes(config, sizes, compiler, mode, mesh, blocks)
+    of_iteration = iteration_bytes(config, sizes, compiler, mesh)
+    working += of_iteration + working_bytes(config, sizes, compiler, mode, mesh, blocks)
     ends = sum(params_by_group(params.ends, config, mesh).values())
     held = {"gradients": 4.0 * count}
     if config.optimizer.zero == 3:
@@ -351,7 +362,7 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
     for each in stages.mtp:
         block = with_mtp_input(owned_by_block(model, each.kind, each.view), model)
         gradients = 4 * sum(params_by_group(block, config, mesh).values())
-        in_block = gradients + working_bytes(config, sizes, compiler, mode, mesh, 1)
+        in_block = gradients + of_iteration + working_bytes(config, sizes, compiler, mode, mesh, 1)
         moments.append(("head", held | {"activations": activations + of_mtp, "working": in_block}))
     moment, largest = max(moments, key=lambda each: sum(each[1].values()))
     found = {name: int(largest.get(name, 0)) for name in TEMPORARIES}
@@ -361,7 +372,7 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
         **moments_of(params, config, mesh, platform),
         batch=int(4 * sizes.sequences * parts * (config.data.seq_len + 1)),
         **found,
-        lost=compiler.reserved_bytes,
+        lost=compiler.pipelined_bytes,
     )
 
 

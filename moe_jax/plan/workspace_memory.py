@@ -46,9 +46,6 @@ def working_bytes(
         total += (
             item * model.hidden_size * (compiler.overflow_copies * sizes.microbatches * rows.overflow + 2 * rows.sent)
         )
-    if config.step_facts.orders_sums:
-        total += _gradients_in_flight(config, mesh)
-        total += (4 + item) * in_block if compiler.own_gradients or ScannedBlocks.of_config(config) else 0
     if mode == "all" and compiler.transposed_heads:
         heads = sizes.tokens * (sizes.heads * model.qk_width + sizes.kv_heads * (model.qk_width + model.v_width))
         total += item * heads * transposed
@@ -68,6 +65,30 @@ def _linear_bytes(sizes: DeviceSizes, model: ModelConfig) -> float:
     if sizes.tile:
         return sizes.tokens * 4 * (query + keys * sizes.keys / sizes.length)
     return sizes.tokens * (sizes.item * (query + keys) + 4 * _LANES * sizes.heads) if sizes.kernel == "splash" else 0.0
+
+
+def iteration_bytes(config: Config, sizes: DeviceSizes, compiler: Compiler, mesh: Mapping[str, int]) -> float:
+    """Bytes of the gradients of a scan iteration, in flight and as whole arrays, and of its weights' casts.
+
+    With ZeRO 3 XLA:TPU writes gradients into the buckets that are summed.
+    """
+    if not config.step_facts.orders_sums:
+        return 0.0
+    has_own = compiler.own_gradients or ScannedBlocks.of_config(config)
+    whole = 0 if config.optimizer.zero == 3 and compiler.own_gradients else 4
+    own = (whole + sizes.item) * in_blocks(config, mesh) / config.model.num_blocks if has_own else 0.0
+    return _gradients_in_flight(config, mesh) + own
+
+
+def early_target_bytes(config: Config, sizes: DeviceSizes, compiler: Compiler) -> float:
+    """Bytes that the lowest block's exchanges fill, where they are allocated before the loop over the other blocks.
+
+    Exchanges of the backward pass fill a buffer of rows that leave for other devices, and three of those that come.
+    """
+    rows, is_early = sizes.rows, compiler.early_targets and config.optimizer.zero < 3
+    if not is_early or not rows.ragged or ScannedBlocks.of_config(config) is None:
+        return 0.0
+    return sizes.item * config.model.hidden_size * (3 * rows.computed + rows.sent)
 
 
 def _gradients_in_flight(config: Config, mesh: Mapping[str, int]) -> float:

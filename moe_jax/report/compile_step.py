@@ -8,7 +8,9 @@ import dataclasses
 import importlib.metadata
 import json
 import sys
+import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,10 @@ from moe_jax.measure.targets import Target, find_target, target_devices
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.report.compiled import CompileError, Job, Outcome
+from moe_jax.report.temporaries import allocated_temporaries, dump_options
 from moe_jax.run.choose_grouped_matmul import is_timed
 from moe_jax.run.tuning_space import config_of_first_step
+from moe_jax.schedule.xla_flags import Value
 from moe_jax.step.compile import StepProgram, batch_shape, step_program
 from moe_jax.step.trainer import Trainer, make_trainer
 
@@ -53,7 +57,11 @@ def compile_step(job: Job) -> tuple[str, Outcome]:
     trainer = make_trainer(config, mesh)
     start = time.perf_counter()
     program = step_program(trainer, batch_shape(config, mesh), target, job.options)
-    compiled = _compile(program, target)
+    with tempfile.TemporaryDirectory() as own:
+        folder = str(job.options.get("xla_dump_to", own))
+        is_tpu = target.platform == "tpu"
+        compiled = _compile(program, target, dump_options(folder) if is_tpu else {})
+        temporaries = allocated_temporaries(Path(folder)) if is_tpu else None
     memory, compute = compiled.memory_analysis(), ComputeConfig.of(config, mesh)
     return compiled.as_text(), Outcome(
         num_devices=mesh.size,
@@ -61,7 +69,7 @@ def compile_step(job: Job) -> tuple[str, Outcome]:
         schedule=str(trainer.schedule) if trainer.schedule else None,
         compile_s=time.perf_counter() - start,
         argument_bytes=memory.argument_size_in_bytes,
-        temporary_bytes=memory.temp_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes if temporaries is None else temporaries,
         peak_bytes=memory.peak_memory_in_bytes,
         result_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         versions=_versions(target),
@@ -94,9 +102,9 @@ def _versions(target: Target) -> dict[str, str]:
     return {name: found[name] for name in _PACKAGES[target.platform] if name in found}
 
 
-def _compile(program: StepProgram, target: Target) -> Any:
+def _compile(program: StepProgram, target: Target, options: Mapping[str, Value]) -> Any:
     try:
-        return program.compile()
+        return program.compile(options)
     except jax.errors.JaxRuntimeError as error:
         reason = " ".join(str(error).split())[:300]
         cure = "use a smaller train.batch_size" if "RESOURCE_EXHAUSTED" in reason else "change the step or its options"

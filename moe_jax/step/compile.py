@@ -43,17 +43,19 @@ class StepProgram:
     target: Target | None  # its rates give the profile of the second compilation; None: compile once
     num_devices: int
 
-    def compile(self) -> Compiled:
+    def compile(self, writes: Mapping[str, Any] | None = None) -> Compiled:
         """Compile the step, twice if it has a `target`, and return the program with the shorter estimated step.
 
-        Raises JaxRuntimeError if the compiler rejects it.
+        `writes` are further options that change no program, such as where a dump goes. Raises JaxRuntimeError if the
+        compiler rejects it.
         """
-        first = self.lowered.compile({**self.options})
+        options = {**self.options, **(writes or {})}
+        first = self.lowered.compile(options)
         if self.target is None:
             return first
         program = parse(first.as_text() or "")
         profile = estimated_profile(program, self.target, self.num_devices)
-        with_profile: dict[str, Any] = {**self.options, _PROFILE: profile.encode()}
+        with_profile: dict[str, Any] = {**options, _PROFILE: profile.encode()}
         second = self.lowered.compile(with_profile)
         first_s, second_s = (
             replay(each, self.target, self.num_devices).step_s for each in (program, parse(second.as_text() or ""))
