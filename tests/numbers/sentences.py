@@ -211,6 +211,13 @@ def _training() -> list[Piece]:
         }
         for of in (speed, result("hot_experts_box_4")["speed_over_balanced"])
     )
+    scheduled = result("hot_experts_box_4_scheduled")
+    steps_s = {name: f"{each['median']:.2f}" for name, each in scheduled["step_s"].items()}
+    gpu, tpu = (result(f"hot_experts_hlo_{target}") for target in ("h100_1x1x8", "v5p_2x2x2"))
+    (copied, copied_late, added, added_late), on_tpu = (
+        [f"{of[kind][name]:.2f}" for kind in ("copies", "sums") for name in ("ms", "exposed_ms")] for of in (gpu, tpu)
+    )
+    assert not any(of[kind]["synchronous"] for of in (gpu, tpu) for kind in ("copies", "sums"))
     losses, last = fp8["validation_losses"], str(fp8["steps"])
     differ = max(abs(losses["float32"][step] - losses["fp8"][step]) for step in losses["fp8"])
     with_bias, with_loss = (
@@ -245,6 +252,18 @@ def _training() -> list[Piece]:
             "migration.md",
             f"Four ranks reach {of_four['skewed']} the speed of the balanced router without copies, and "
             f"{of_four['copies']} with five of them",
+        ),
+        (
+            "migration.md",
+            f"{scheduled['speed_over_balanced']['skewed']['median']:.2f} × without copies and "
+            f"{scheduled['speed_over_balanced']['copies']['median']:.2f} × with them ({steps_s['skewed']}, "
+            f"{steps_s['copies']} and {steps_s['balanced']} s a step)",
+        ),
+        (
+            "migration.md",
+            f"On H100 the copies of a step take {copied} ms, {copied_late} of them exposed, and the sums of their "
+            f"gradients {added} ms, {added_late} of them exposed. On v5p it is {on_tpu[0]} and {on_tpu[1]} ms, and "
+            f"{on_tpu[2]} and {on_tpu[3]} ms",
         ),
     ]
 
