@@ -156,9 +156,7 @@ class GradientReducer:
         return StartedSum(impl, in_flight)
 
     def _arrived(self, started: StartedSum) -> jax.Array:
-        """Return the result of a sum; on CPUs it is read after the tasks so far, so that they do not wait for it."""
-        on_cpu = self.tasks.dims.compute.platform == "cpu"
-        return started.arrive(self.tasks.order.after_compute if on_cpu else lambda last: last)
+        return started.arrive(self.tasks.order.arrived_late)
 
 
 def _is_missing(leaf: Any) -> bool:

@@ -164,9 +164,9 @@ class HotCopies:
         return jax.tree.map(start, tree)
 
     def _arrived(self, sums: Any, order: IssueOrder) -> Tree:
-        """Return the results; on CPUs they are read after the tasks so far, so that these do not wait for them."""
-        tie = order.after_compute if self._dims.compute.platform == "cpu" else lambda x: x
-        return jax.tree.map(lambda each: each.arrive(tie), sums, is_leaf=lambda each: isinstance(each, StartedSum))
+        return jax.tree.map(
+            lambda each: each.arrive(order.arrived_late), sums, is_leaf=lambda each: isinstance(each, StartedSum)
+        )
 
 
 def _positions(position_K: jax.Array) -> jax.Array:
