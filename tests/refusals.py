@@ -850,9 +850,6 @@ REFUSED = {
         "exchange.hot_experts=1 with mesh.tensor=2, whose ranks share each expert: use mesh.experts_over_tensor=true, "
         "mesh.tensor=1, or exchange.hot_experts=0"
     ),
-    "exchange.hot_experts=1 mesh.expert=2 model.moe.capacity_factor=null mesh.pipeline=2": (
-        "exchange.hot_experts=1 is not for pipelined steps: use mesh.pipeline=1, or exchange.hot_experts=0"
-    ),
     "exchange.algorithm=ragged": (
         "exchange.algorithm=ragged sends microbatches, which schedule.policy=vanilla does not have: "
         "use schedule.policy=unified, or exchange.algorithm=auto"

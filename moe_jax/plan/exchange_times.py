@@ -7,7 +7,7 @@ from functools import cached_property
 from moe_jax.config import Config
 from moe_jax.plan.caching import cached_method
 from moe_jax.plan.collective_costs import CollectiveCosts, DeviceGroup, ExchangeChoice
-from moe_jax.plan.hot_experts import leaving_bytes
+from moe_jax.plan.hot_experts import leaving_bytes, sent_again
 from moe_jax.plan.over_tensor import LinkStages, form_seconds
 from moe_jax.plan.task_times import Transfer
 from moe_jax.plan.work import ITEM_BYTES
@@ -59,16 +59,18 @@ class ExchangeTimes:
 
     @cached_property
     def copies_s(self) -> tuple[float, float]:
-        """Seconds to send the copies of a block's hot experts, and to sum their gradients."""
+        """Seconds to send the copies of a block's hot experts in a forward pass, and in a backward pass to sum their
+        gradients, and perhaps to send them again.
+        """
         item = ITEM_BYTES[self._config.train.compute_dtype]
         leaving = leaving_bytes(self._config, self._experts.ranks, item)
         copied_s, summed_s = (self._collectives.ring(each, self._experts, "all_reduce") for each in leaving)
-        return copied_s, summed_s
+        return copied_s, summed_s + (copied_s if sent_again(self._config) else 0.0)
 
     def transfers(self, num_bytes: float) -> dict[str, Transfer]:
         """The costs of the tasks of exchanges of these bytes, by op.
 
-        A scheduled step sends copies of hot experts beside a block's dispatches.
+        All steps but plain ones send copies of hot experts beside a block's dispatches.
         """
         exchange = Transfer(link=_Bytes(self.task_seconds), num_bytes=num_bytes)
         gather = Transfer(link=_Bytes(self.gather_seconds), num_bytes=num_bytes)

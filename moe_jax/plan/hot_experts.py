@@ -26,15 +26,22 @@ def leaving_bytes(config: Config, ranks: int, item: int) -> tuple[float, float]:
     return leaving * item, leaving * _FLOAT32
 
 
-def copies_bytes(config: Config, item: int) -> float:
-    """Bytes of copies that the forward pass stores for the backward pass, and of one block's gradients of copies.
+def sent_again(config: Config) -> bool:
+    """Whether weights of copies are sent again for the backward pass instead of stored.
 
-    With `schedule.remat` a plain step copies a period of blocks again in the backward pass.
+    With `schedule.remat=chunk` the whole forward pass is repeated.
     """
-    own = copied_parameters(config)
-    again = config.schedule.remat != "none" and config.step_kind == "plain"
-    stored = 1 if again else config.model.block_kinds.count("moe")
-    return own * (stored * item + _FLOAT32)
+    return config.schedule.remat in ("dots", "full")
+
+
+def stored_copies_bytes(config: Config, item: int) -> float:
+    """Bytes of the copies of one block that the forward pass stores for the backward pass."""
+    return 0.0 if sent_again(config) else copied_parameters(config) * item
+
+
+def copies_bytes(config: Config, item: int) -> float:
+    """Bytes of one block's copies while its backward pass runs, if they are not stored, and of their gradients."""
+    return copied_parameters(config) * (_FLOAT32 + (item if sent_again(config) else 0))
 
 
 def load_with_copies(config: Config, mesh: Mapping[str, int], load: float) -> float:

@@ -43,7 +43,7 @@ from moe_jax.plan.activation_memory import (
 )
 from moe_jax.plan.compilers import COMPILERS
 from moe_jax.plan.gradients import ITEM_BYTES, moment_bytes, own_parameters, params_by_group
-from moe_jax.plan.hot_experts import copies_bytes
+from moe_jax.plan.hot_experts import copies_bytes, stored_copies_bytes
 from moe_jax.plan.offload import moments_at_once, offloaded_bytes, stored_activations
 from moe_jax.plan.orthogonalizing import orthogonalizing_bytes
 from moe_jax.plan.param_gathers import gathered_parameter_bytes, shard_cast_bytes
@@ -188,6 +188,7 @@ def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = 
     mode = mode_of(config, platform)
     compiler, in_products = COMPILERS[platform], in_blocks(config, mesh)
     activations = _stored_by_blocks(config, sizes, mode, in_products) + copies_bytes(config, sizes.item)
+    activations += model.block_kinds.count("moe") * stored_copies_bytes(config, sizes.item)
     if config.train.grad_accumulation > 1 and compiler.casts_of_parts and config.optimizer.zero < 3:
         activations += sizes.item * in_products
     activations, on_host = stored_activations(config, platform, activations)
@@ -328,7 +329,10 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
     slot = stream + _largest(
         stages,
         stored_bytes(sizes, no_mlp, "dense", mode, "task"),
-        lambda kind: stored_bytes(sizes, model, kind, mode, "task"),
+        lambda kind: (
+            stored_bytes(sizes, model, kind, mode, "task")
+            + (stored_copies_bytes(config, sizes.item) if kind == "moe" else 0)
+        ),
     )
     repeats = settings.remat == "chunk"
     residuals, slot = slot, 2 * stream if repeats else slot  # a chunk's input and output
@@ -345,7 +349,7 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
     new = 4 * sum(params_by_group(params.blocks, config, mesh).values()) / (stages.chunks * blocks)
     new *= 1 if stages.chunks == 1 else 2  # and a copy of that chunk's sums
     at_work = compiler.extra_slots_of_pairs if outline.has_pairs else compiler.extra_slots
-    working = new + at_work * slot + (residuals if repeats else 0.0)
+    working = new + at_work * slot + (residuals if repeats else 0.0) + copies_bytes(config, sizes.item)
     # sums of gradients and buffers are allocated all the time, and so without gaps
     of_iteration = iteration_bytes(config, sizes, compiler, mesh)
     working += of_iteration + working_bytes(config, sizes, compiler, mode, mesh, blocks)

@@ -6,10 +6,21 @@ import jax
 import pytest
 
 from moe_jax.config import Config, PlanConfig
-from moe_jax.plan.hot_experts import copied_parameters, copies_bytes, leaving_bytes, load_with_copies
+from moe_jax.plan.clusters import find_cluster
+from moe_jax.plan.collective_costs import CollectiveCosts
+from moe_jax.plan.exchange_times import ExchangeTimes
+from moe_jax.plan.hot_experts import (
+    copied_parameters,
+    copies_bytes,
+    leaving_bytes,
+    load_with_copies,
+    stored_copies_bytes,
+)
 from moe_jax.plan.memory import step_memory
 from moe_jax.plan.work import busiest_rows
 from tests.small import first_params, small_config
+
+V5P = find_cluster("v5px8")
 
 
 def copying(experts: int, load: float = 2.4, **settings) -> Config:
@@ -39,7 +50,28 @@ def test_copies_lower_the_load_of_the_busiest_rank(experts, load):
 
 def test_copies_take_memory_in_each_block_unless_they_are_sent_again():
     own = copied_parameters(copying(3))
-    assert copies_bytes(copying(3), 4) == own * (2 * 4 + 4)
-    assert copies_bytes(copying(3, schedule={"remat": "full"}), 4) == own * (4 + 4)
-    assert copies_bytes(copying(3, schedule={"remat": "full", "policy": "unified"}), 4) == own * (2 * 4 + 4)
+    again = copying(3, schedule={"remat": "full"})
+    assert stored_copies_bytes(copying(3), 2) == own * 2
+    assert stored_copies_bytes(again, 2) == 0
+    assert copies_bytes(copying(3), 2) == own * 4
+    assert copies_bytes(again, 2) == own * (2 + 4)
     assert step_memory(copying(3), "cpu").total > step_memory(copying(0), "cpu").total
+
+
+def test_slots_of_pipeline_stages_have_copies():
+    """A stage of two blocks stores those of two microbatches in flight."""
+    stages = {"pipeline": 2, "grad_accumulation": 4, "model": {"num_layers": 4}}
+    with_copies, without, again = (
+        step_memory(copying(experts, **stages, schedule={"remat": remat}), "cpu").total
+        for experts, remat in ((3, "none"), (0, "none"), (3, "full"))
+    )
+    assert with_copies - without > 2 * 2 * stored_copies_bytes(copying(3, **stages), 4)
+    assert again < with_copies
+
+
+def test_weights_that_are_sent_again_take_time_in_the_backward_pass():
+    once, again = (
+        ExchangeTimes(copying(3, schedule={"remat": remat}), CollectiveCosts(V5P), 1e12).copies_s
+        for remat in ("none", "full")
+    )
+    assert again == (once[0], once[0] + once[1])

@@ -53,8 +53,9 @@ FACTORS: dict[str, dict[str, str]] = {
         "moved": "migration.enabled=true migration.payback_steps=null",
         "copied": "migration.enabled=true migration.payback_steps=null migration.replicas=1 "
         "model.moe.capacity_factor=null exchange.rank_capacity_factor=null",
+        "hot": "exchange.hot_experts=3 model.moe.capacity_factor=null exchange.rank_capacity_factor=null",
     },
-    "zero": {"zero0": "", "zero1": "optimizer.zero=1"},
+    "zero": {"zero0": "", "zero1": "optimizer.zero=1", "zero3": "optimizer.zero=3"},
     "dtype": {"float32": "", "bfloat16": "train.compute_dtype=bfloat16"},
     "head": {
         "whole_loss": "",
@@ -90,10 +91,11 @@ REFUSED: Pairs = [
     {"mesh": "no_stages", "chunks": "two_chunks"},
     {"mesh": "p2c2", "blocks": "delta_nets"},
     {"optimizer": "muonclip", "blocks": "delta_nets"},
-    {"mesh": "p4d2", "experts": ("moved", "copied")},
+    {"mesh": "p4d2", "experts": ("moved", "copied", "hot")},
+    {"mesh": "p2e2t2", "experts": "hot"},
     {"gate": "by_score", "cut": ("unified2", "unified2b1")},
-    {"gate": "by_score", "experts": "copied"},
-    {"experts": "copied", "zero": "zero1"},
+    {"gate": "by_score", "experts": ("copied", "hot")},
+    {"experts": "copied", "zero": ("zero1", "zero3")},
 ]
 # pairs of which one setting changes nothing
 IDLE: Pairs = [

@@ -56,6 +56,19 @@ CASES = {
         ),
         3,
     ),
+    "microbatches, weights sent again": (
+        config_of(1, 4, model={"num_layers": 4}, schedule={"policy": "unified", "microbatches": 2, "remat": "dots"}),
+        2,
+    ),
+    "pipeline stages, split weight gradients": (
+        config_of(
+            *(1, 2),
+            pipeline=2,
+            grad_accumulation=4,
+            schedule={"pipeline": "zero_bubble", "policy": "unified", "microbatches": 2, "remat": "full"},
+        ),
+        3,
+    ),
 }
 
 

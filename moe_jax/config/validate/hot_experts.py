@@ -47,5 +47,3 @@ def check_hot_experts(config: Sections) -> None:
             f"{name} with mesh.tensor={mesh.tensor}, whose ranks share each expert: use mesh.experts_over_tensor=true, "
             f"mesh.tensor=1, {without}"
         )
-    if config.step_kind == "pipelined":
-        raise ConfigError(f"{name} is not for pipelined steps: use mesh.pipeline=1, {without}")

@@ -156,12 +156,13 @@ class ModelChunk:
         """Return the gradients of each block's parameters."""
         stacked = {i: residuals[place] for i, place in enumerate(self._residual_of) if place is not None}
         stacked |= dict(zip([*self._reused, *self._buffered], [*reused, *buffered], strict=True))
-        waiting, rare = self._backward_body.rebuild(consts, [stacked[i] for i in range(len(stacked))])
+        waiting, rare, positions = self._backward_body.rebuild(consts, [stacked[i] for i in range(len(stacked))])
         tasks = self._tasks(consts)
         tasks.pullbacks.waiting = {
             key: self._traced.pullbacks.waiting[key].with_residuals(values) for key, values in waiting.items()
         }
         tasks.lane_overflow.restore(rare, self._traced.lane_overflow)
+        tasks.pullbacks.stored |= positions
         run(self._orders.weight, tasks, self._sums(tasks))
         return self._gradients(tasks)
 
@@ -234,9 +235,8 @@ class ModelChunk:
 
 def _waiting(tasks: Tasks) -> Tree:
     """Return what the weight gradients need."""
-    return {
-        key: pullback.residuals() for key, pullback in tasks.pullbacks.waiting.items()
-    }, tasks.lane_overflow.residuals()
+    waiting = {key: pullback.residuals() for key, pullback in tasks.pullbacks.waiting.items()}
+    return waiting, tasks.lane_overflow.residuals(), tasks.hot.positions()
 
 
 class RecomputedChunk:

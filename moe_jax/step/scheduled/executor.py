@@ -33,7 +33,7 @@ from moe_jax.parallel.ordering import depend_on
 from moe_jax.parallel.sequence_shards import LocalTokens
 from moe_jax.parallel.trees import OF_HEAD, Params, Tree
 from moe_jax.schedule.actions import Action
-from moe_jax.step.scheduled.hot_copies import HotCopies
+from moe_jax.step.scheduled.hot_copies import HotCopies, Pass
 from moe_jax.step.scheduled.issue_order import IssueOrder
 from moe_jax.step.scheduled.lane_overflow import ExpertWeights, LaneOverflow
 from moe_jax.step.scheduled.param_gathering import ParamGathering, but_experts
@@ -107,9 +107,13 @@ class Tasks:
         self._params_arrive(action)
         runs = {"embed": self._embed, "attend": self._attend, "head": self._head, "expert": self._experts}
         runs.get(action.op, partial(self.transfers.send, self.flow, order=self.order))(action)
-        if action.op == "dispatch" and self.dims.compute.hot_experts:
-            self._arrive(action.block, of_experts=True)
-            self.hot.send(action.block, self.order)
+        if action.op == "dispatch":
+            self._send_copies("F", action.block)
+
+    def _send_copies(self, of: Pass, block: int) -> None:
+        if self.dims.compute.hot_experts:
+            self._arrive(block, of_experts=True)
+            self.hot.send(of, block, self.order)
 
     def _embed(self, action: Action) -> None:
         for r in self.dims.microbatches_of(action):
@@ -236,6 +240,8 @@ class Tasks:
         runs = {"embed": self._embed_back, "attend": self._attend_back, "head": self._head_back}
         runs["expert"] = self._experts_back
         runs.get(action.op, partial(self.transfers.send, self.dflow, order=self.order))(action)
+        if action.op == "combine":
+            self._send_copies("B", action.block)
         if action.op == "dispatch":
             self.hot.sum(action.block, self.order)
 

@@ -2,13 +2,14 @@
 
 The loads of a block's first microbatch decide which experts are copied for all of its microbatches: one choice, and one
 sending of weights. Weights are sent after the first dispatch, so that they travel while the next microbatch's attention
-computes. Rows of copies are computed with the last rows that a microbatch has sent. The gradients of copies are summed
-after the last exchange of a block's backward pass, or after its last W task, and their owners add them to their own.
+computes. Rows of copies are computed with the last rows that a microbatch has sent. With `schedule.remat` the weights
+are not stored for the backward pass, but sent again after its first exchange. The gradients of copies are summed after
+the last exchange of a block's backward pass, or after its last W task, and their owners add them to their own.
 
 Microbatches have index r.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.tree_util import Partial
@@ -22,10 +23,11 @@ from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.reductions import REDUCTIONS, StartedSum, sum_in_shape
 from moe_jax.parallel.trees import Tree
 from moe_jax.step.scheduled.issue_order import IssueOrder
-from moe_jax.step.scheduled.pullbacks import Pullbacks
+from moe_jax.step.scheduled.pullbacks import Pullbacks, TaskKey
 from moe_jax.step.scheduled.step_dims import StepDims
 
 _COPIES, _OWNERS = "copies", "owners"  # ops of pullbacks
+Pass = Literal["F", "B"]
 
 
 class HotCopies:
@@ -37,9 +39,10 @@ class HotCopies:
     def __init__(self, dims: StepDims, pullbacks: Pullbacks, blocks: dict[int, Tree]):
         self._dims, self._pullbacks, self._blocks = dims, pullbacks, blocks
         self._most = dims.compute.hot_experts
+        self._again = dims.compute.remat != "none"  # whether copies are sent again for the backward pass
         self._position: dict[int, jax.Array] = {}  # of copied experts, by block
-        self._sent: dict[int, Any] = {}  # copies that have been sent, by block: a tree of sums
-        self._copies: dict[int, Tree] = {}  # and have arrived
+        self._sent: dict[tuple[Pass, int], Any] = {}  # copies that have been sent, by pass and block: a tree of sums
+        self._arrived_copies: dict[tuple[Pass, int], Tree] = {}
         self._rows: dict[int, ExpertRows] = {}  # by microbatch: for copies
         self.returned: dict[int, jax.Array] = {}  # from copies
         self.d_returned: dict[int, jax.Array] = {}  # cotangents of `returned`
@@ -76,32 +79,37 @@ class HotCopies:
         if self._dims.compute.platform == "cpu":
             order.record_comm(hot.position_K)
 
-    def send(self, block: int, order: IssueOrder) -> None:
-        """Send the weights of a block's copies, once they are here and its copies are chosen."""
+    def send(self, of: Pass, block: int, order: IssueOrder) -> None:
+        """Send the weights of a block's copies for a pass, once they are here and its copies are chosen."""
+        chosen = block in self._position if of == "F" else self._again and (_OWNERS, block, 0) in self._pullbacks.stored
         experts = self._blocks.get(block, {}).get("moe", {}).get("experts")
-        if block not in self._position or block in self._sent or experts is None:
+        if not chosen or (of, block) in self._sent or experts is None:
             return
-        axis, dtype = self._dims.compute.expert_axis, self._dims.compute.dtype
+        position_K = self._position[block] if of == "F" else self._pullbacks.stored[_OWNERS, block, 0]()
         with jax.named_scope("copy_hot_experts"):
-            parts = parts_of_copies(experts, self._position[block], axis, dtype)
-            self._sent[block] = self._started(parts, order)
+            parts = parts_of_copies(experts, position_K, self._dims.compute.expert_axis, self._dims.compute.dtype)
+            self._sent[of, block] = self._started(parts, order)
+
+    def _copies(self, of: Pass, block: int, order: IssueOrder) -> Tree:
+        self.send(of, block, order)  # unless that was possible earlier
+        if (of, block) not in self._arrived_copies:
+            self._arrived_copies[of, block] = self._arrived(self._sent[of, block], order)
+        return self._arrived_copies[of, block]
 
     def compute(self, block: int, p: int, returned: jax.Array, order: IssueOrder) -> None:
         """Compute the rows for copies of the microbatch whose last piece is p; `returned` are the piece's outputs."""
         r = self._dims.microbatch_ended_by(p)
         if not self._most or r is None:
             return
-        self.send(block, order)  # unless that was possible earlier
-        if block not in self._copies:
-            self._copies[block] = self._arrived(self._sent[block], order)
+        copies = self._copies("F", block, order)
         moe, at_once = self._dims.config.model.moe, returned.shape[0] * returned.shape[1]
         local = len(jax.tree.leaves(self._blocks[block]["moe"]["experts"])[0])
         run = run_copies(moe, self._dims.compute.product, at_once, local)
         rows = self._rows.pop(r)
         rows = rows._replace(rows=order.after_compute(rows.rows))
-        self.returned[r] = self._pullbacks.differentiate(
-            (_COPIES, block, r), run, self._copies[block], rows, remat=True
-        )
+        pullbacks = self._pullbacks
+        differentiate = pullbacks.differentiate_sent_again if self._again else pullbacks.differentiate
+        self.returned[r] = differentiate((_COPIES, block, r), run, copies, rows)
         order.record_compute(self.returned[r])
 
     # backward
@@ -112,6 +120,8 @@ class HotCopies:
         if not self._most or r is None:
             return
         cotangent = order.after_compute(self.d_returned.pop(r))
+        if self._again:
+            self._pullbacks.give_weights((_COPIES, block, r), self._copies("B", block, order))
         (self._d_rows[r],) = self._pullbacks.pull((_COPIES, block, r), [cotangent])
         order.record_compute(self._d_rows[r])
         if not self._dims.shape.split_weight_grad:
@@ -130,6 +140,10 @@ class HotCopies:
         order.record_compute(*jax.tree.leaves(gradient))
         self._pullbacks.add((_COPIES, block), gradient)
         self._num_done[block] = self._num_done.get(block, 0) + 1
+
+    def positions(self) -> dict[TaskKey, Any]:
+        """What W tasks in another trace need besides their pullbacks: entries of `Pullbacks.stored`."""
+        return {key: kept for key, kept in self._pullbacks.stored.items() if key[0] == _OWNERS}
 
     def sum(self, block: int, order: IssueOrder) -> None:
         """Sum the gradients of a block's copies over their ranks, as soon as those of all microbatches exist."""

@@ -1,8 +1,9 @@
 """Gather parameters that devices have shards of, task by task (`optimizer.zero=3`)."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -19,13 +20,15 @@ from moe_jax.step.scheduled.scan_residuals import ScanBody
 Owner = int | str  # a block's number, or "embed" or "head"
 
 
-class Regathered(NamedTuple):
-    """The pullback of a task, which computes with weights that are gathered again for the backward pass."""
+@partial(jax.tree_util.register_dataclass, data_fields=["stacked"], meta_fields=["body"])
+@dataclass(frozen=True)
+class Regathered:
+    """The pullback of a task without its weights, which are gathered or sent again for the backward pass."""
 
     body: ScanBody
     stacked: Sequence[jax.Array]  # what it saved besides
 
-    def with_weights(self, weights: Tree) -> Callable[..., Tree]:
+    def __call__(self, weights: Tree) -> Callable[..., Tree]:
         """Return the pullback."""
         pullback: Callable[..., Tree] = self.body.rebuild(weights, self.stacked)
         return pullback

@@ -38,9 +38,7 @@ class Pullbacks:
 
         With `remat` the pullback recomputes what the config says.
         """
-        if remat and self._dims.compute.remat != "none":
-            function = jax.checkpoint(function, policy=REMAT_POLICIES[self._dims.compute.remat])
-        pull = partial(differentiate, function, min_cut=self._dims.min_cut_remat)
+        pull = self._pull(function, remat)
         op, block, _ = key
         again = self._regathers and self._dims.shape.param_gather_of(Action("B", op, block, 0)) is not None
         if again:
@@ -48,6 +46,22 @@ class Pullbacks:
         else:
             result, self.stored[key] = pull(weights, inputs)
         return result
+
+    def differentiate_sent_again(
+        self, key: TaskKey, function: Callable[[Tree, Tree], Tree], weights: Tree, inputs: Tree
+    ) -> Any:
+        """The same with `remat`, but `give_weights` must follow before `pull`."""
+        result, self.stored[key] = differentiate_regathered(self._pull(function, remat=True), weights, inputs)
+        return result
+
+    def give_weights(self, key: TaskKey, weights: Tree) -> None:
+        """Give the pullback of a task the weights that it was stored without."""
+        self.stored[key] = self.stored[key](weights)
+
+    def _pull(self, function: Callable[[Tree, Tree], Tree], remat: bool) -> Callable[[Tree, Tree], Any]:
+        if remat and self._dims.compute.remat != "none":
+            function = jax.checkpoint(function, policy=REMAT_POLICIES[self._dims.compute.remat])
+        return partial(differentiate, function, min_cut=self._dims.min_cut_remat)
 
     def pull(
         self,
@@ -103,4 +117,4 @@ class Pullbacks:
         op, block, _ = key
         weights = self._blocks[block]
         own = weights["moe"]["experts"] if op == "expert" else but_experts(weights)
-        return self.regathered.pop(key).with_weights(own)
+        return self.regathered.pop(key)(own)
