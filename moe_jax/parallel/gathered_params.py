@@ -177,18 +177,18 @@ def flat_shards(gathers: Sequence[ParamGather], shards: Sequence[jax.Array]) -> 
     return jnp.concatenate([jnp.pad(x, (0, -len(x) % _aligned_to(gathers))) for x in parts])
 
 
-def gather_flat(
-    gathers: Sequence[ParamGather], flat_n: Num[Array, " n"], shapes: Sequence[tuple[int, ...]]
-) -> list[jax.Array]:
-    """Return whole arrays, from this device's `flat_shards` of them. `shapes` are those of the shards."""
+def gather_flat(gathers: Sequence[ParamGather], flat_n: Num[Array, " n"]) -> Num[Array, "..."]:
+    """Return the `flat_shards` of all ranks, from this device's, for `from_flat`."""
     rows_rc = flat_n.reshape(-1, _LANES) if _aligned_to(gathers) > 1 else flat_n
-    return from_flat(gathers, ShardSpec(0, gathers[0].shard_spec.axes).all_gather(rows_rc, gathers[0].platform), shapes)
+    return ShardSpec(0, gathers[0].shard_spec.axes).all_gather(rows_rc, gathers[0].platform)
 
 
 def from_flat(
     gathers: Sequence[ParamGather], rank_n: Num[Array, "..."], shapes: Sequence[tuple[int, ...]]
 ) -> list[jax.Array]:
-    """Return whole arrays, from the `flat_shards` of all ranks, one after another, as a vector or in rows."""
+    """Return whole arrays, from the `flat_shards` of all ranks, one after another, as a vector or in rows. `shapes` are
+    those of the shards.
+    """
     ranks, narrow, aligned = ranks_of(gathers[0].shard_spec.axes), _narrowest(gathers), _aligned_to(gathers)
     lanes = _LANES if aligned > 1 else 1
     rank_Prc = rank_n.reshape(ranks, -1, lanes)

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from moe_jax.parallel.eight_bits import quantize
-from moe_jax.parallel.gathered_params import ParamGather, flat_shards, gather_flat, gathered_together
+from moe_jax.parallel.gathered_params import ParamGather, flat_shards, from_flat, gather_flat, gathered_together
 from moe_jax.parallel.mesh import BATCH_AXES, Axis
 from moe_jax.parallel.zero import ShardSpec, shard_specs_of
 from tests.parallel.per_device import on_mesh
@@ -77,7 +77,7 @@ def test_small_arrays_of_equal_axes_share_a_gather_and_arrive_bit_for_bit():
         whole = {}
         for numbers in (*together[:2], (0, 1), (5,)):
             some, of_some = [owns[number] for number in numbers], [shards[number] for number in numbers]
-            arrays = gather_flat(some, flat_shards(some, of_some), [shard.shape for shard in of_some])
+            arrays = from_flat(some, gather_flat(some, flat_shards(some, of_some)), [shard.shape for shard in of_some])
             whole |= {number + 10 * len(numbers): x[None] for number, x in zip(numbers, arrays, strict=True)}
         return whole
 
@@ -100,7 +100,8 @@ def test_experts_arrive_as_the_8_bit_numbers_of_each_shard(dim, together):
         shard = own.shard_spec.local_shard(jnp.asarray(x))
         if not together:
             return own.gather(shard)[None]
-        return gather_flat([own, own], flat_shards([own, own], [shard / 2, shard]), [shard.shape] * 2)[1][None]
+        flat = gather_flat([own, own], flat_shards([own, own], [shard / 2, shard]))
+        return from_flat([own, own], flat, [shard.shape] * 2)[1][None]
 
     wholes = on_mesh(body, PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES), data=2, expert=4)(np.zeros(8))
     of_shards = [quantize(jnp.asarray(part, "bfloat16"), jnp.float8_e4m3fn, (-2, -1)) for part in np.split(x, 8, dim)]

@@ -110,12 +110,16 @@ def _start(gathers: Tree, shards: Tree, started: Callable[..., Arrive]) -> Calla
 
 
 def _gathered(gathers: Sequence[ParamGather], shards: Sequence[jax.Array], order: IssueOrder) -> Arrive:
+    shapes = [shard.shape for shard in shards]
     if len(gathers) == 1:
-        whole = [gathers[0].gather(order.after_gather(shards[0]))]
+        own = gathers[0]
+        sent = own.sent_spec.all_gather(own.cast(order.after_gather(shards[0])), own.platform)
+        whole = [own.restored(sent, shapes[0])]
     else:
-        flat_n = order.after_gather(flat_shards(gathers, shards))
-        whole = gather_flat(gathers, flat_n, [shard.shape for shard in shards])
-    order.record_gather(whole[0])
+        sent = gather_flat(gathers, order.after_gather(flat_shards(gathers, shards)))
+        whole = from_flat(gathers, sent, shapes)
+    # outside of loops nothing waits until arrays have their own types and shapes
+    order.record_gather(whole[0] if order.links_apart else sent)
     return lambda: whole
 
 
