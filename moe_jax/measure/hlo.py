@@ -178,13 +178,15 @@ def parse(text: str) -> HloModule:
     lines: list[str] = []
     name = entry = ""
     for line in text.splitlines():
-        if line.startswith("}"):
-            computations[name] = lines
+        if line.startswith("}") and not line.startswith("}}"):
+            computations[name], lines = lines, []
         elif line.startswith(" "):
             lines.append(line)
         elif found := _HEADER.match(line):
             name, lines = found[2], []
             entry = name if found[1] else entry
+        elif lines:  # attributes of Pallas kernels may have several lines
+            lines[-1] += line
     if entry not in computations:
         raise HloError("the text of the program ends too early: take it from `compiled.as_text()` again")
     return HloModule(module[1], _Computations(computations), entry)

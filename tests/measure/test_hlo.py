@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from moe_jax.errors import UserError
+from moe_jax.measure.costs import is_attention, product_flops
 from moe_jax.measure.hlo import num_bytes, parse
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS
 from tests.measure.programs import program, saved
@@ -37,6 +38,22 @@ def test_instructions_keep_the_scheduled_order_and_their_parts() -> None:
     assert first.shape.startswith("((bf16[8,256,1024]")
     assert first.shape.endswith("u32[]{:S(2)})")
     assert opcodes[-1] == "tuple"
+
+
+def test_attributes_of_a_kernel_may_have_several_lines() -> None:
+    """As those of splash attention, whose work is known by the scopes in the last line."""
+    text = (
+        "HloModule toy, is_scheduled=true\n\nENTRY %main () -> f32[] {\n  %q = bf16[2,8,4]{2,1,0} parameter(0)\n"
+        "  %kernel = bf16[2,8,4]{2,1,0} custom-call(%q, %q, %q), frontend_attributes={kernel_metadata={\n"
+        '"xprof_metadata":"{\\"block_q\\": 512}"\n'
+        '}}, metadata={op_name="jit(step)/splash_mha_fwd_residuals/pallas_call"}\n'
+        "  ROOT %done = f32[] constant(0)\n}\n"
+    )
+    read = parse(text)
+    kernel = read.by_name["kernel"]
+    assert is_attention(kernel)
+    assert product_flops(kernel, read) == 2 * 8**2 * (4 + 4)
+    assert [line.name for line in read.computations["main"]] == ["q", "kernel", "done"]
 
 
 @pytest.mark.parametrize("name", ["tpu_v5p.hlo", "gpu_h100.hlo"])
