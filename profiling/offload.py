@@ -28,6 +28,7 @@ from moe_jax.config import Config
 from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import CommandParser, run_command
 from moe_jax.measure.targets import Target, target_devices
+from moe_jax.measure.temporaries import compile_and_measure
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.plan.memory import step_memory
@@ -46,13 +47,14 @@ _COPY = re.compile(r" (copy|copy-start|dynamic-slice-start|dynamic-update-slice-
 _HOST = "S(5)"  # XLA's number of the memory
 
 
-def compiled(config: Config, target: Target) -> tuple[str, Any]:
-    """Compile the step; return its scheduled program and memory."""
+def compiled(config: Config, target: Target) -> tuple[str, Any, int]:
+    """Compile the step; return its scheduled program, its memory, and the bytes of its temporaries."""
     devices = target_devices(target)
     if target.platform != "gpu":
         trainer = make_trainer(config, make_mesh(config.mesh, devices))
-        step = step_program(trainer, batch_shape(config, trainer.mesh), target).compile()
-        return step.as_text() or "", step.memory_analysis()
+        program = step_program(trainer, batch_shape(config, trainer.mesh), target)
+        step, temporaries = compile_and_measure(program.compile, target.platform)
+        return step.as_text() or "", step.memory_analysis(), temporaries.num_bytes
     compute = ComputeConfig.of(config, make_mesh(config.mesh, devices))
     ComputeConfig.of = staticmethod(lambda *_: compute)  # type: ignore[method-assign,assignment]
     trainer = make_trainer(config, make_mesh(config.mesh, jax.devices()))
@@ -60,23 +62,24 @@ def compiled(config: Config, target: Target) -> tuple[str, Any]:
     options = compiler.get_compile_options(
         num_replicas=1, num_partitions=len(devices), device_assignment=np.array([[each.id for each in devices]])
     )
-    step = compiler.backend_compile_and_load(
+    loaded = compiler.backend_compile_and_load(
         devices[0].client, lowered.compiler_ir(), xla_client.DeviceList(tuple(devices)), options, []
     )
-    return step.hlo_modules()[0].to_string(), step.get_compiled_memory_stats()
+    memory = loaded.get_compiled_memory_stats()
+    return loaded.hlo_modules()[0].to_string(), memory, memory.temp_size_in_bytes
 
 
 def row(config: Config, target: Target) -> dict[str, Any]:
     """Compile a step, and return what its program shows."""
-    text, memory = compiled(config, target)
+    text, memory, temporaries = compiled(config, target)
     planned = step_memory(config, target.platform)
     result = memory.output_size_in_bytes - memory.alias_size_in_bytes
     lines = [line.partition(", metadata")[0] for line in text.splitlines() if _HOST in line]
     copies = Counter(found[1] for line in lines if (found := _COPY.search(line)))
     return {
         "arguments_gb": rounded(memory.argument_size_in_bytes / 1e9),
-        "temporaries_gb": rounded(memory.temp_size_in_bytes / 1e9),
-        "allocated_gb": rounded((memory.argument_size_in_bytes + memory.temp_size_in_bytes + result) / 1e9),
+        "temporaries_gb": rounded(temporaries / 1e9),
+        "allocated_gb": rounded((memory.argument_size_in_bytes + temporaries + result) / 1e9),
         "planned_gb": rounded(planned.total / 1e9),
         "host_gb": rounded(memory.host_argument_size_in_bytes / 1e9),
         "host_temporaries_gb": rounded(memory.host_temp_size_in_bytes / 1e9),

@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,8 @@ from jax.stages import Compiled
 
 from moe_jax.measure.hlo import HloModule, parse
 from moe_jax.measure.targets import ENVIRONMENT, Target, check_compiler, child_environment, find_target
-from moe_jax.schedule.xla_flags import compiler_options
+from moe_jax.measure.temporaries import Temporaries, compile_and_measure
+from moe_jax.schedule.xla_flags import Value, compiler_options
 
 
 def read_command(
@@ -44,15 +45,21 @@ def row_dtype(platform: str) -> jnp.dtype[Any]:
 
 def compiled_on(
     mesh: Mesh, platform: str, body: Callable[..., Any], in_specs: Any, out_specs: Any, *shapes: Any
-) -> Compiled:
+) -> tuple[Compiled, Temporaries]:
     """Compile a function of each device's shards of arrays with the training step's options."""
     on_mesh = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     lowered = jax.jit(on_mesh).trace(*shapes).lower(lowering_platforms=({"gpu": "cuda"}.get(platform, platform),))
-    return lowered.compile(compiler_options=compiler_options(platform, mesh.devices.flat[0].device_kind))
+    options = compiler_options(platform, mesh.devices.flat[0].device_kind)
+
+    def compile_with(further: Mapping[str, Value]) -> Compiled:
+        return lowered.compile(compiler_options={**options, **further})
+
+    return compile_and_measure(compile_with, platform)
 
 
 def compile_on(
     mesh: Mesh, platform: str, body: Callable[..., jax.Array], spec: PartitionSpec, *shapes: Any
 ) -> HloModule:
     """Compile a function whose arrays and result are sharded by `spec`, and return its program."""
-    return parse(compiled_on(mesh, platform, body, spec, spec, *shapes).as_text() or "")
+    program, _ = compiled_on(mesh, platform, body, spec, spec, *shapes)
+    return parse(program.as_text() or "")

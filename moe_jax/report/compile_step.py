@@ -5,10 +5,10 @@ compiler is freed when the process ends. JOB.json is the input; JOB.hlo and JOB.
 """
 
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,10 +21,10 @@ from moe_jax.config.yaml_io import load_config
 from moe_jax.distributed.processes import Processes, initialize
 from moe_jax.errors import run_command
 from moe_jax.measure.targets import Target, find_target, target_devices
+from moe_jax.measure.temporaries import compile_and_measure
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.report.compiled import CompileError, Job, Outcome
-from moe_jax.report.temporaries import allocated_temporaries, dump_options
 from moe_jax.run.choose_grouped_matmul import is_timed
 from moe_jax.run.tuning_space import config_of_first_step
 from moe_jax.schedule.xla_flags import Value
@@ -57,19 +57,18 @@ def compile_step(job: Job) -> tuple[str, Outcome]:
     trainer = make_trainer(config, mesh)
     start = time.perf_counter()
     program = step_program(trainer, batch_shape(config, mesh), target, job.options)
-    with tempfile.TemporaryDirectory() as own:
-        folder = str(job.options.get("xla_dump_to", own))
-        is_tpu = target.platform == "tpu"
-        compiled = _compile(program, target, dump_options(folder) if is_tpu else {})
-        temporaries = allocated_temporaries(Path(folder)) if is_tpu else None
+    compiled, temporaries = compile_and_measure(
+        functools.partial(_compile, program, target), target.platform, job.options
+    )
     memory, compute = compiled.memory_analysis(), ComputeConfig.of(config, mesh)
-    return compiled.as_text(), Outcome(
+    assert memory is not None, "every supported platform's compiler reports its memory"
+    return compiled.as_text() or "", Outcome(
         num_devices=mesh.size,
         mesh={str(axis): size for axis, size in mesh.shape.items()},
         schedule=str(trainer.schedule) if trainer.schedule else None,
         compile_s=time.perf_counter() - start,
         argument_bytes=memory.argument_size_in_bytes,
-        temporary_bytes=memory.temp_size_in_bytes if temporaries is None else temporaries,
+        temporary_bytes=temporaries.num_bytes,
         peak_bytes=memory.peak_memory_in_bytes,
         result_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         versions=_versions(target),

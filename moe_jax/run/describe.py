@@ -15,6 +15,7 @@ from moe_jax.distributed.processes import OLDER_EMITTERS
 from moe_jax.errors import all_of
 from moe_jax.files.local_copy import local_path
 from moe_jax.measure.peak import matrix_flops_per_s
+from moe_jax.measure.temporaries import Temporaries, compile_and_measure
 from moe_jax.measure.trace import FOLDER
 from moe_jax.models.transformer import ComputeConfig, capability_of
 from moe_jax.parallel.mesh import Axis
@@ -26,10 +27,11 @@ from moe_jax.plan.resources import count_parameters, train_flops_per_token
 from moe_jax.plan.units import size
 from moe_jax.run.memory_check import predicted_memory
 from moe_jax.run.profiler import steps_to_trace
-from moe_jax.run.setup import Run, compile_programs, open_run
+from moe_jax.run.setup import Run, open_run
 from moe_jax.schedule.pipelines.bubble import lock_step_bubble
 from moe_jax.schedule.pipelines.memory import in_flight
 from moe_jax.schedule.pipelines.table import Table
+from moe_jax.step.compile import step_program
 from moe_jax.telemetry.run_log import human_seconds
 
 
@@ -77,16 +79,22 @@ def sources_text(run: Run) -> str:
 def dry_run(config: Config) -> dict[str, str]:
     """`describe`, plus the temporary memory of the step, which is compiled, and a rough time. Raises UserError."""
     run = open_run(config)
-    memory = compile_programs(run).step.result().memory_analysis()
-    assert memory is not None, "every supported platform's compiler reports its memory"
+    program = step_program(run.trainer, run.batch_shape, run.target)
+    _, temporaries = compile_and_measure(program.compile, jax.default_backend())
     tokens = config.train.batch_size * config.data.seq_len
     flops = tokens * train_flops_per_token(config.model, config.data.seq_len)
     rate = matrix_flops_per_s(config.train.compute_dtype)
     return describe(run) | {
-        "temporaries": f"{size(memory.temp_size_in_bytes)} per device, as compiled",
+        "temporaries": temporaries_text(temporaries),
         "step time": f"about {human_seconds(flops / rate)}, if all were as fast as one large matrix product was here: "
         f"{flops:.3g} FLOP at {rate:.3g} FLOP/s",
     }
+
+
+def temporaries_text(temporaries: Temporaries) -> str:
+    """The temporary memory of the compiled step."""
+    most, why = ("at most ", ", which counts gaps twice") if temporaries.is_upper_bound else ("", "")
+    return f"{most}{size(temporaries.num_bytes)} per device, as compiled{why}"
 
 
 def shares_text(config: Config, cluster: Cluster | None) -> dict[str, str]:

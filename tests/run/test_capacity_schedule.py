@@ -36,8 +36,8 @@ def _compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
         factor = config_at(run.config, run.first_step + 1).model.moe.capacity_factor
         return done.setdefault(factor, done.get(factor) or compile_programs(run))
 
+    monkeypatch.setattr(loop, "compile_programs", compile_first)
     for module in (loop, describe):
-        monkeypatch.setattr(module, "compile_programs", compile_first)
         monkeypatch.setattr(module, "matrix_flops_per_s", lambda dtype: 1e12)
 
 

@@ -8,12 +8,22 @@ import pytest
 from moe_jax.config import DataConfig, MambaConfig, MeshConfig, MigrationConfig, OptimizerConfig, TrainConfig
 from moe_jax.config.attention_kernels import HOPPER
 from moe_jax.config.sections import DataSource
+from moe_jax.measure.temporaries import Temporaries
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.plan.clusters import find_cluster
 from moe_jax.plan.memory import step_memory
 from moe_jax.run import describe
-from moe_jax.run.describe import attention_text, blocks_text, loop_text, pipeline_text, router_text, shares_text, unused
+from moe_jax.run.describe import (
+    attention_text,
+    blocks_text,
+    loop_text,
+    pipeline_text,
+    router_text,
+    shares_text,
+    temporaries_text,
+    unused,
+)
 from moe_jax.schedule.pipelines.build import make_table
 from tests.small import small_config
 
@@ -52,6 +62,12 @@ def test_a_router_that_the_loss_does_not_teach_is_reported() -> None:
 
 def test_a_router_that_chooses_whatever_the_tokens_is_reported() -> None:
     assert router_text(small_config(1, 1, gate="balanced"))["router"].endswith("for measuring speed, not for a model")
+
+
+def test_temporaries_that_count_gaps_twice_are_reported_as_a_bound() -> None:
+    assert temporaries_text(Temporaries(2_770_000_000, False)) == "2.8 GB per device, as compiled"
+    bound = temporaries_text(Temporaries(4_300_000_000, True))
+    assert bound == "at most 4.3 GB per device, as compiled, which counts gaps twice"
 
 
 def test_ranks_of_different_speed_are_reported() -> None:

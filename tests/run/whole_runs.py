@@ -34,7 +34,7 @@ def compiled_once() -> Iterator[None]:
         return done[key]
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "compile_programs", compile_first)
         for module in (loop, describe):
-            patch.setattr(module, "compile_programs", compile_first)
             patch.setattr(module, "matrix_flops_per_s", lambda dtype: 1e12)
         yield
