@@ -77,3 +77,14 @@ def test_every_program_makes_one_line_of_a_users_mistake(name: str) -> None:
 def test_what_makes_no_sense_is_refused(line: str, message: str, call: Call) -> None:
     with pytest.raises(UserError, match=message):
         call(line)
+
+
+def test_of_one_program_the_fewest_seconds_of_compilation_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    kept = importlib.import_module("peer_shapes").with_fewest_seconds
+    before = {"fingerprint": "a", "compile_cpu_s": 3.0, "temporary_gib": 2.0}
+    slower, other = before | {"compile_cpu_s": 5.0, "temporary_gib": 1.0}, before | {"fingerprint": "b"}
+    assert kept(slower, before) == slower | {"compile_cpu_s": 3.0}
+    assert kept(before, slower) == before
+    assert kept(slower, None) == slower
+    assert kept(slower, other) == slower
