@@ -14,9 +14,14 @@ from typing import NamedTuple
 
 from jax.stages import Compiled
 
+from moe_jax.measure.hlo import HloError
 from moe_jax.schedule.xla_flags import Value
 
-_ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (?:color 0, )?preallocated-temp", re.MULTILINE)  # not on-chip
+_ALLOCATION = re.compile(
+    r"^allocation \d+: size (\d+), (?:color (\d+), )?(?:page \d+, )?preallocated-temp", re.MULTILINE
+)
+_TEMPORARIES = re.compile(r"^allocation .*preallocated-temp", re.MULTILINE)
+_MAIN_MEMORY = ("", "0")  # colors; others are memories on the chip
 _FOLDER = "xla_dump_to"  # the compiler's option
 
 
@@ -48,12 +53,21 @@ def compile_and_measure(
 
 
 def allocated_temporaries(folder: Path) -> int | None:
-    """Return the bytes of temporaries in main memory, of the program dumped last; None without a dump."""
+    """Return the bytes of temporaries in main memory, of the program dumped last; None without a dump.
+
+    Raises HloError if a dump has another form.
+    """
     dumps = list(folder.glob("*buffer-assignment.txt"))
     if not dumps:
         return None
     last = max(dumps, key=lambda path: path.stat().st_mtime)
-    return sum(map(int, _ALLOCATION.findall(last.read_text(encoding="utf-8"))))
+    text = last.read_text(encoding="utf-8")
+    allocations = _ALLOCATION.findall(text)
+    if len(allocations) < len(_TEMPORARIES.findall(text)):
+        raise HloError(
+            f"{last.name} writes temporaries in an unknown form: use a version of libtpu that pyproject.toml allows"
+        )
+    return sum(int(size) for size, color in allocations if color in _MAIN_MEMORY)
 
 
 def _reported(program: Compiled) -> int:

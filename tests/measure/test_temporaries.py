@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.stages import Compiled
 
+from moe_jax.errors import UserError
 from moe_jax.measure.temporaries import Temporaries, allocated_temporaries, compile_and_measure
 
 # of a step of eight blocks, with the values of each allocation cut short
@@ -44,6 +45,18 @@ def test_temporaries_are_those_in_main_memory(tmp_path: Path) -> None:
     (tmp_path / NAME).write_text(DUMP)
     (tmp_path / "module_0000.jit_step.after_optimizations-buffer-assignment-values.txt").write_text("Used values:\n")
     assert allocated_temporaries(tmp_path) == 2_600_157_728
+
+
+def test_newer_compilers_write_a_page(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_text(DUMP.replace("preallocated-temp", "page 0, preallocated-temp"))
+    assert allocated_temporaries(tmp_path) == 2_600_157_728
+
+
+def test_an_unknown_form_is_refused(tmp_path: Path) -> None:
+    """Not read as no temporaries at all."""
+    (tmp_path / NAME).write_text(DUMP.replace("preallocated-temp", "sheet 0, preallocated-temp"))
+    with pytest.raises(UserError, match="in an unknown form: use a version"):
+        allocated_temporaries(tmp_path)
 
 
 def test_of_several_programs_the_last_one_counts(tmp_path: Path) -> None:
