@@ -73,17 +73,30 @@ def test_the_last_stage_stores_the_block_of_multi_token_prediction(chunks: int) 
     assert (total, rows) == (4, [3])
 
 
+def evaluated(config: Config) -> jax.Array:
+    trainer = make_trainer(config, mesh_of(config))
+    placed = jax.tree.map(lambda leaf: leaf.sharding, trainer.state_shapes["params"])
+    return trainer.evaluate(jax.device_put(stored_params(config), placed), tokens_of(config))
+
+
+@functools.lru_cache
+def evaluated_without_stages() -> float:
+    return float(evaluated(config_of((1, 1, 2), "even", 4, {})))
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_evaluation_runs_each_forward_pass(name):
+    """Also those that a step pairs with backward passes."""
+    loss = evaluated(config_of((2, 1, 2), "even", 4, PIPELINES[name]))
+    np.testing.assert_allclose(loss, evaluated_without_stages(), rtol=1e-6)
+
+
 def test_evaluation_and_samples_see_the_blocks_in_their_order():
     """For chunks, the shorter ones of which leave rows unused."""
     config, plain = (
         config_of((stages, 1, 2), "tied", 2, PIPELINES[name]) for stages, name in [(2, "interleaved"), (1, "1f1b")]
     )
-    losses = []
-    for each in (config, plain):
-        trainer = make_trainer(each, mesh_of(each))
-        placed = jax.tree.map(lambda leaf: leaf.sharding, trainer.state_shapes["params"])
-        losses.append(trainer.evaluate(jax.device_put(stored_params(each), placed), tokens_of(each)))
-    np.testing.assert_allclose(*losses, rtol=1e-6)
+    np.testing.assert_allclose(*map(evaluated, (config, plain)), rtol=1e-6)
     prompt = np.arange(3, dtype=np.int32)
     texts = [sample_tokens(each, stored_params(each), prompt, 3, temperature=0, seed=0) for each in (config, plain)]
     np.testing.assert_array_equal(*texts)

@@ -113,10 +113,14 @@ class PipelinedPlan:
         return np.arange(self.stages.model.block_kinds.count("moe"), dtype=np.int32)[-1:][: kinds.count("moe")]
 
     def forward_rows(self) -> TickRow:
-        """Return the arrays of a table with forward passes only, each as early as possible."""
+        """Return the arrays of a table with forward passes only: each as early as possible, or with several chunks in
+        the ticks of a step.
+        """
         name = "gpipe" if self.table.chunks == 1 else self.table.name
         table = make_table(name, self.table.stages, self.table.microbatches, self.table.chunks)
         rows = rows_of(table, slots_of(table), self.structure_of)
+        # alone, and not in a pair with a backward pass
+        rows = rows._replace(backward=rows.backward._replace(runs=np.zeros_like(rows.backward.runs)))
         last = int(np.flatnonzero(rows.forward.runs.any(axis=1))[-1])
         return jax.tree.map(lambda x: x[: last + 1], rows)
 
