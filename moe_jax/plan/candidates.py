@@ -89,12 +89,14 @@ def on_meshes(draft: Draft, cluster: Cluster) -> Iterator[Config | Refused]:
     """The draft on every mesh of the cluster's devices that shards experts and tokens; expert ranks are neighbours.
 
     Tensor ranks stay inside a node, because they wait for each other in every block. Experts are sharded over context
-    ranks, too, if the placement rule suggests it and the numbers allow it.
+    ranks, too, if the placement rule suggests it and the numbers allow it; over tensor ranks, too, if hot ones are
+    copied, which only whole ones are.
     """
     for sizes in meshes(draft, cluster):
         try:
             least_parts = _least_parts(draft, sizes)
-            mesh = {**sizes, "experts_over_context": _rule(draft, cluster, sizes)}
+            copies = draft.exchange.hot_experts > 0 and sizes["tensor"] > 1
+            mesh = {**sizes, "experts_over_context": _rule(draft, cluster, sizes), "experts_over_tensor": copies}
             check_mesh(draft.unchecked(draft, mesh=mesh))  # no setting helps a mesh that is invalid itself
             tried = _on_mesh(mesh, least_parts)
             yield next(choices(draft, draft, tried), None) or _chosen(draft, draft, next(_on_mesh(mesh, least_parts)))

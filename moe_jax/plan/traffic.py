@@ -6,6 +6,7 @@ from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.gradients import params_by_group, parts_of
+from moe_jax.plan.hot_experts import leaving_bytes
 from moe_jax.plan.param_gathers import gathered_bytes
 from moe_jax.plan.stage_parameters import stage_parameters_of, stage_sums
 from moe_jax.plan.step_times import Step
@@ -15,7 +16,7 @@ from moe_jax.plan.work import ITEM_BYTES, context_width, gathered_widths, has_ri
 def traffic(config: Config, cluster: Cluster) -> dict[str, float]:
     """Bytes sent by a device of the pipeline stage that sends most. Small sums, of losses and counts, are left out.
 
-    `expert` counts rows to experts and back, forward and backward; `tensor` what tensor ranks gather and sum for
+    `expert` counts rows to experts and back, forward and backward, and copies of hot experts; `tensor` what tensor ranks gather and sum for
     attention, MLPs and rows; `context` keys and values, and their gradients; `pipeline` activations and their
     gradients; `gradients` sums over all devices with the same parameters; `parameters` the shards that these devices
     gather from each other (`optimizer.zero`), with stage 3 in every forward and backward pass.
@@ -27,6 +28,8 @@ def traffic(config: Config, cluster: Cluster) -> dict[str, float]:
     repeats = remat == "chunk" or (remat != "none" and config.step_facts.remat_unit == "period")
     exchanged = 3 if repeats else 2  # forward, backward, and once more where remat recomputes exchanges
     copies = step.expert_tensor if config.exchange.tensor_form == "replicated" else 1
+    copied_bytes, summed_bytes = leaving_bytes(config, ranks, item)
+    of_copies = (1 if remat == "none" else 2) * copied_bytes + summed_bytes
     passed = (step.context - 1) * step.tokens * context_width(model, step.tensor)
     width_bytes = (step.tensor - 1) * step.tokens * item
 
@@ -38,7 +41,7 @@ def traffic(config: Config, cluster: Cluster) -> dict[str, float]:
         with_experts = kinds.count("moe")
         own_rows = 2 * exchanged * with_experts * step.exchanged_bytes
         return {
-            "expert": own_rows * copies * (1 - 1 / ranks),
+            "expert": own_rows * copies * (1 - 1 / ranks) + with_experts * of_copies,
             "tensor": 2 * width_bytes * sum(map(crossing, kinds)) + own_rows * (step.expert_tensor - 1),
             "context": len(kinds) * passed * (2 * item + (ITEM_BYTES["float32"] if has_ring(config) else 0)),
         }

@@ -6,6 +6,8 @@ import jax
 import pytest
 
 from moe_jax.config import Config, PlanConfig
+from moe_jax.config.draft import open_draft
+from moe_jax.plan.candidates import on_meshes
 from moe_jax.plan.clusters import find_cluster
 from moe_jax.plan.collective_costs import CollectiveCosts
 from moe_jax.plan.exchange_times import ExchangeTimes
@@ -17,6 +19,7 @@ from moe_jax.plan.hot_experts import (
     stored_copies_bytes,
 )
 from moe_jax.plan.memory import step_memory
+from moe_jax.plan.traffic import traffic
 from moe_jax.plan.work import busiest_rows
 from tests.small import first_params, small_config
 
@@ -48,6 +51,14 @@ def test_copies_lower_the_load_of_the_busiest_rank(experts, load):
     assert busiest_rows(config, 100) == pytest.approx(load * 200)
 
 
+@pytest.mark.parametrize(("remat", "times"), [("none", 1), ("full", 2)])
+def test_traffic_of_experts_has_copies(remat: str, times: int) -> None:
+    """Of two blocks in a step of one part."""
+    with_copies, without = (traffic(copying(experts, schedule={"remat": remat}), V5P)["expert"] for experts in (3, 0))
+    forward, backward = leaving_bytes(copying(3), 4, 4)
+    assert with_copies - without == pytest.approx(2 * (times * forward + backward))
+
+
 def test_copies_take_memory_in_each_block_unless_they_are_sent_again():
     own = copied_parameters(copying(3))
     again = copying(3, schedule={"remat": "full"})
@@ -75,3 +86,11 @@ def test_weights_that_are_sent_again_take_time_in_the_backward_pass():
         for remat in ("none", "full")
     )
     assert again == (once[0], once[0] + once[1])
+
+
+def test_with_copies_meshes_have_whole_experts_on_tensor_ranks() -> None:
+    """Experts that tensor ranks share are not copied, so such meshes would be lost."""
+    draft = open_draft(copying(2))
+    meshes = [each.mesh for each in on_meshes(draft, find_cluster("h100x8")) if isinstance(each, Config)]
+    assert any(mesh.tensor > 1 for mesh in meshes)
+    assert all(mesh.experts_over_tensor == (mesh.tensor > 1) for mesh in meshes)
