@@ -16,10 +16,10 @@ from moe_jax.plan.work import ITEM_BYTES, context_width, gathered_widths, has_ri
 def traffic(config: Config, cluster: Cluster) -> dict[str, float]:
     """Bytes sent by a device of the pipeline stage that sends most. Small sums, of losses and counts, are left out.
 
-    `expert` counts rows to experts and back, forward and backward, and copies of hot experts; `tensor` what tensor ranks gather and sum for
-    attention, MLPs and rows; `context` keys and values, and their gradients; `pipeline` activations and their
-    gradients; `gradients` sums over all devices with the same parameters; `parameters` the shards that these devices
-    gather from each other (`optimizer.zero`), with stage 3 in every forward and backward pass.
+    `expert` counts rows to experts and back, forward and backward, and copies of hot experts; `tensor` what tensor
+    ranks gather and sum for attention, MLPs and rows; `context` keys and values, and their gradients; `pipeline`
+    activations and their gradients; `gradients` sums over all devices with the same parameters; `parameters` the shards
+    that these devices gather from each other (`optimizer.zero`), with stage 3 in every forward and backward pass.
     """
     step, model, parts = Step(config, cluster), config.model, config.train.grad_accumulation
     item, ranks = ITEM_BYTES[config.train.compute_dtype], step.experts.ranks
