@@ -69,6 +69,7 @@ def test_every_program_makes_one_line_of_a_users_mistake(name: str) -> None:
         ("pipeline_hlo cpu:8 --schedules dual", "--schedules=dual is unknown: choose of gpipe, 1f1b"),
         ("pipeline_box --rounds 0", "--rounds=0 must be at least 1"),
         ("bench_peers --steps 2", "--steps=2 must be at least 8"),
+        ("peers_compiled cpu:8 --maxtext python", "TARGET=cpu:8 is no TPU slice: use v5p:2x2x2"),
         ("bench_gpu --only dense", "--only=dense is unknown: choose of kernels, races, coarse, coarse-transformers, "),
         ("mutations no_fault", "NAMES=no_fault is no fault: choose of capacity_rounded_down, "),
         ("pipeline_box --variants dual", "--variants=dual is unknown: choose of 1f1b, "),

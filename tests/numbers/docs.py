@@ -386,6 +386,21 @@ table(
         for stage, row in result("fully_sharded_olmoe_v5p_2x2x2")["stages"].items()
     },
 )
+_ours = result("fully_sharded_olmoe_v5p_2x2x2")["stages"]["3"]
+_maxtext = result("peers_compiled_v5p_2x2x2")["programs"]["olmoe+sparse+fsdp8+least"]
+_maxtext_gb = (_maxtext["argument_gib"] + _maxtext["temporary_gib"]) * 2**30 / 1e9
+
+
+def _beside(row: dict, memory_gb: float, digits: int) -> str:
+    exposed_ms, of_ms = row["exposed_ms"], row["communication_ms"]
+    return f"{of_ms:.1f} {exposed_ms:.{digits}f} {hundreds(exposed_ms / of_ms)} {memory_gb:.1f}"
+
+
+table(
+    "fully_sharded.md",
+    "| | communication, ms | exposed, ms | state and temporaries",
+    {"MaxText": _beside(_maxtext, _maxtext_gb, 1), "ours": _beside(_ours, _ours["allocated_gb"], 2)},
+)
 table(
     "fully_sharded.md",
     "| H100, `optimizer.zero` | step, ms |",
