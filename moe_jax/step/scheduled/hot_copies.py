@@ -81,13 +81,12 @@ class HotCopies:
 
     def send(self, of: Pass, block: int, order: IssueOrder) -> None:
         """Send the weights of a block's copies for a pass, once they are here and its copies are chosen."""
-        chosen = block in self._position if of == "F" else self._again and (_OWNERS, block, 0) in self._pullbacks.stored
+        chosen = self._pullbacks.stored.get((_OWNERS, block, 0)) if of == "F" or self._again else None
         experts = self._blocks.get(block, {}).get("moe", {}).get("experts")
-        if not chosen or (of, block) in self._sent or experts is None:
+        if chosen is None or (of, block) in self._sent or experts is None:
             return
-        position_K = self._position[block] if of == "F" else self._pullbacks.stored[_OWNERS, block, 0]()
         with jax.named_scope("copy_hot_experts"):
-            parts = parts_of_copies(experts, position_K, self._dims.compute.expert_axis, self._dims.compute.dtype)
+            parts = parts_of_copies(experts, chosen(), self._dims.compute.expert_axis, self._dims.compute.dtype)
             self._sent[of, block] = self._started(parts, order)
 
     def _copies(self, of: Pass, block: int, order: IssueOrder) -> Tree:
