@@ -6,6 +6,7 @@ bandwidth. Collectives: on each kind of link, inside a node and between nodes, a
 a device over it (`plan.collective_costs`); both kinds work in parallel. Prefetches between memories are free.
 """
 
+import itertools
 import math
 import re
 from typing import Literal
@@ -39,6 +40,13 @@ _FLASH = re.compile(r'custom_call_target="__cudnn\$fmha')
 _SPLASH = re.compile(r"\bsplash_m[hq]a_(fwd|dq|dkv)")  # kernels of models/attention/kernels.py
 # products of rows in groups: XLA:TPU's kernel, and scopes of models/grouped_products.py
 _GROUPED = re.compile(r"(?:^|/)(?:ragged-dot(?:-none)?|ragged_dot_general)$|\bgrouped_(?:rows|weights)\b")
+# replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a','b':(2)2}: axes of a mesh, its devices unless they are
+# in ascending order, as a list or as an array with its axes in another order, and the axes of a group
+_OVER_MESH = re.compile(
+    r"replica_groups=mesh\[([^\]]+)\](?:, device_ids=\((?:([\d,]+)|\[([\d,]+)\](?:T\(([\d,]+)\))?)\))? \{([^}]+)\}"
+)
+_MESH_AXIS = re.compile(r"'?([^',=]+)'?=(\d+)")
+_GROUP_AXIS = re.compile(r"'?([^',:{}]+)'?(?::\((\d+)\)(\d+))?")
 _MATRIX_DIMS = 2
 _NO_CYCLES = 2**62  # and above: the compiler has no estimate, and writes the largest number of 64 bits
 
@@ -139,21 +147,49 @@ def groups_of(collective: Instruction, num_devices: int) -> np.ndarray:
     if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]+\})\}", text):
         return np.array([group.split(",") for group in re.findall(r"\{([\d,]+)\}", listed[1])], int)
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        shape, source, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
-        devices = np.arange(math.prod(source or ())).reshape(source or ())
-        return devices.transpose(order).reshape(shape or ())
-    if over := re.search(r"replica_groups=mesh\[([^\]]+)\] \{([\w', ]+)\}", text):  # from jax 0.12 on: axes of a mesh
-        sizes = {name: int(size) for name, size in re.findall(r"(\w+)'?=(\d+)", over[1])}
-        axes, inside = list(sizes), re.findall(r"\w+", over[2])
-        order = [axes.index(name) for name in [*(name for name in axes if name not in inside), *inside]]
-        devices = np.arange(math.prod(sizes.values())).reshape([*sizes.values()])
-        return devices.transpose(order).reshape(-1, math.prod(sizes[name] for name in inside))
+        return _iota(iota[2], iota[3]).reshape(_numbers(iota[1]))
+    if (over := _OVER_MESH.search(text)) and (groups := _groups_over_mesh(*over.groups())) is not None:
+        return groups
     if unknown := re.search(r"replica_groups=(?!\{\}).*?(?=, \w+=|$)", text):
         raise HloError(
             f"{collective.name} has {unknown[0]}, a form of groups that is not known: use a version of jax that "
             "pyproject.toml allows"
         )
     return np.arange(num_devices)[None]
+
+
+def _groups_over_mesh(
+    axes: str, listed: str | None, sizes: str | None, order: str | None, grouped: str
+) -> np.ndarray | None:
+    """Return the groups of devices over some axes of a mesh, in the order in which these are listed; None if the mesh
+    has no such axes.
+
+    `'a':(p)s` is a part of axis a: of its ranks as an array p × s × rest, the middle dimension.
+    """
+    mesh = {name: int(size) for name, size in _MESH_AXIS.findall(axes)}
+    devices = np.array(_numbers(listed), int) if listed else _iota(sizes or str(math.prod(mesh.values())), order)
+    # parts of axes: the name, the product of the sizes of earlier parts, and the size
+    inside = [(name, int(p or 1), int(s or mesh.get(name, 0))) for name, p, s in _GROUP_AXIS.findall(grouped)]
+    inside = [part for part in inside if part[2] != 1]
+    parts: list[tuple[str, int, int]] = []
+    for axis, size in mesh.items():
+        ends = {1, size, *(end for name, p, s in inside if name == axis for end in (p, p * s))}
+        parts += [(axis, low, high // low) for low, high in itertools.pairwise(sorted(ends))]
+    shape = [size for *_, size in parts]
+    if not set(inside) <= set(parts) or math.prod(shape) != devices.size:
+        return None
+    places = [*(place for place, part in enumerate(parts) if part not in inside), *map(parts.index, inside)]
+    return devices.reshape(shape).transpose(places).reshape(-1, math.prod(size for *_, size in inside))
+
+
+def _iota(sizes: str, order: str | None) -> np.ndarray:
+    """Return the numbers of devices in an array of these sizes, with its axes in this order."""
+    shape = _numbers(sizes)
+    return np.arange(math.prod(shape)).reshape(shape).transpose(_numbers(order) if order else None)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 def _group(collective: Instruction, num_devices: int) -> np.ndarray:

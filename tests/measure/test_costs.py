@@ -1,7 +1,10 @@
 """How long one instruction takes: bytes that leave a device, cycles, rooflines."""
 
 import dataclasses
+import itertools
+from collections import defaultdict
 
+import numpy as np
 import pytest
 
 from moe_jax.measure.costs import (
@@ -80,6 +83,12 @@ def test_groups_within_a_node_use_its_links_others_the_network(groups: str, netw
         ("mesh['a'=2,'b'=2,'c'=2] {'b'}", [[0, 2], [1, 3], [4, 6], [5, 7]]),
         ("mesh['a'=2,'b'=2,'c'=2] {'a','c'}", [[0, 1, 4, 5], [2, 3, 6, 7]]),
         ("mesh['a'=2,'b'=2,'c'=2] {'c','a'}", [[0, 4, 1, 5], [2, 6, 3, 7]]),
+        ("mesh['a'=8] {'a':(2)2}", [[0, 2], [1, 3], [4, 6], [5, 7]]),
+        ("mesh['a'=8] {'a':(4)2,'a':(1)2}", [[0, 4, 1, 5], [2, 6, 3, 7]]),
+        ("mesh['a'=1,'b'=8] {'a','b':(1)4}", [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        ("mesh['a'=2,'b'=4] {'b':(2)2,'a','b':(1)2}", [[0, 2, 4, 6, 1, 3, 5, 7]]),
+        ("mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}", [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        ("mesh['a'=4,'b'=2], device_ids=(7,6,5,4,3,2,0,1) {'a':(1)2}", [[7, 3], [6, 2], [5, 0], [4, 1]]),
         ("[4,2]<=[2,4]T(1,0)", [[0, 4], [1, 5], [2, 6], [3, 7]]),
     ],
 )
@@ -89,7 +98,42 @@ def test_groups_of_devices_are_read_in_every_form(groups: str, expected: list[li
     assert groups_of(toy.by_name["c"], 8).tolist() == expected
 
 
-@pytest.mark.parametrize("groups", ["mesh['a'=8] {'a':(2)4}", "somehow"])
+@pytest.mark.parametrize(
+    "grouped",
+    [
+        [("a", 1, 4)],
+        [("b", 2, 3)],
+        [("c", 1, 12)],
+        [("c", 2, 3), ("a", 1, 4)],
+        [("c", 6, 2), ("b", 1, 2), ("c", 1, 2)],
+        [("b", 1, 6), ("c", 3, 4), ("a", 2, 2)],
+    ],
+)
+@pytest.mark.parametrize("ids", [None, "([12,24]T(1,0))", "list"])
+def test_groups_over_a_mesh_are_the_devices_that_differ_along_its_parts_only(
+    grouped: list[tuple[str, int, int]], ids: str | None
+) -> None:
+    """The part (p)s of an axis of n ranks is the digit rank ÷ (n / (p s)) mod s; the first one listed is slowest."""
+    sizes = {"a": 4, "b": 6, "c": 12}
+    devices = np.arange(288)
+    if ids is not None:
+        devices = np.arange(288).reshape(12, 24).T.ravel() if ids.startswith("([") else devices[::-1] ^ 1
+    expected: dict[tuple[int, ...], list[tuple[list[int], int]]] = defaultdict(list)
+    for ranks, device in zip(itertools.product(*map(range, sizes.values())), devices.tolist(), strict=True):
+        own = dict(zip(sizes, ranks, strict=True))
+        digits = [own[name] // (sizes[name] // (p * s)) % s for name, p, s in grouped]
+        for (name, p, s), digit in zip(grouped, digits, strict=True):
+            own[name] -= digit * (sizes[name] // (p * s))
+        expected[tuple(own.values())].append((digits, device))
+    axes = ",".join(f"'{name}'" if s == sizes[name] else f"'{name}':({p}){s}" for name, p, s in grouped)
+    order = f", device_ids=({','.join(map(str, devices))})" if ids == "list" else f", device_ids={ids}" if ids else ""
+    line = f"all-reduce(%x), channel_id=1, replica_groups=mesh['a'=4,'b'=6,'c'=12]{order} {{{axes}}}, to_apply=%sum"
+    toy = program(f"%x = u8[80] parameter(0)\n%c = u8[80] {line}")
+    found = groups_of(toy.by_name["c"], 288).tolist()
+    assert found == [[device for _, device in sorted(group)] for _, group in sorted(expected.items())]
+
+
+@pytest.mark.parametrize("groups", ["mesh['a'=8] {'a':(3)2}", "mesh['a'=8] {'b'}", "somehow"])
 def test_groups_in_an_unknown_form_are_refused(groups: str) -> None:
     """And not taken for all devices."""
     toy = program(f"%x = u8[80] parameter(0)\n%c = u8[80] all-reduce(%x), replica_groups={groups}, channel_id=1")
