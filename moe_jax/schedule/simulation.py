@@ -5,7 +5,7 @@ Tasks have numbers, so that simulations and merges look facts up in lists instea
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -159,28 +159,15 @@ def simulate_numbered(
 
     `sums` are the tasks that are sums in the background.
     """
-    lanes: dict[tuple[int, Stream], deque[int]] = defaultdict(deque)
-    for task in order:
-        lanes[ranks[task], streams[task]].append(task)
+    lanes = _lanes(order, streams, ranks)
     by_rank = [(_STREAMS[stream], lanes[rank, stream]) for rank, stream in sorted(lanes)]
     waiting, followers = list(tasks.waiting), tasks.followers
     running, end_s = [-1] * len(_STREAMS), [math.inf] * len(_STREAMS)  # by stream: its task, and when that ends
+    delays = None if interference == NO_INTERFERENCE else _Delays(interference, running, end_s, seconds, sums)
     start_s: dict[int, float] = {}
     ended_s: dict[int, float] = {}
     paused_s: dict[int, float] = {}  # since when, and later for how long
-    now_s, slowed, interferes = 0.0, 1.0, interference != NO_INTERFERENCE
-    started: list[int] = []  # streams that started to communicate at this moment, and did not just before
-    slowdown, later_s = (dict(zip(_COMMUNICATION, values, strict=True)) for values in interference)
-    slows, free_s = dict.fromkeys(_COMMUNICATION, 0.0), dict.fromkeys(_COMMUNICATION, -1.0)
-
-    def stretch() -> None:
-        """Adjust the end of the running compute task when communication starts or stops next to it."""
-        nonlocal slowed
-        factor = 1 + sum(slows.values())
-        if running[_COMPUTE] >= 0 and slowed != factor:
-            end_s[_COMPUTE] = now_s + (end_s[_COMPUTE] - now_s) * factor / slowed
-            slowed = factor
-
+    now_s = 0.0
     while True:
         for stream, lane in by_rank:
             if running[stream] < 0 and lane and not waiting[lane[0]]:
@@ -190,23 +177,12 @@ def simulate_numbered(
                 else:
                     start_s[task] = now_s
                 end_s[stream] = now_s + seconds[task] / (2 if task in sums and sums[task].halves else 1)
-                if interferes:
-                    if stream == _COMPUTE:
-                        slowed = 1.0
-                    else:
-                        slows[stream] = slowdown[stream] - 1
-                        if task in sums and seconds[task]:
-                            slows[stream] += (slowdown[_INTRA_NODE] - 1) * sums[task].inside_s / seconds[task]
-                        if free_s[stream] < now_s:
-                            started.append(stream)
-                    stretch()
+                if delays:
+                    delays.start(stream, task, now_s)
                 if end_s[stream] <= now_s:
                     break  # it ends before a lower rank gets the stream
-        if started and min(end_s) > now_s:
-            if running[_COMPUTE] >= 0:
-                for stream in started:
-                    end_s[stream] += later_s[stream]
-            started.clear()
+        if delays:
+            delays.delay_starts(now_s)
         now_s = min(end_s)
         if now_s == math.inf:
             break
@@ -214,8 +190,8 @@ def simulate_numbered(
             if end_s[stream] == now_s:
                 task = running[stream]
                 running[stream], end_s[stream] = -1, math.inf
-                if stream != _COMPUTE:
-                    slows[stream], free_s[stream] = 0.0, now_s
+                if delays:
+                    delays.stop(stream, now_s)
                 if task in sums and sums[task].halves and task not in paused_s:
                     paused_s[task] = now_s
                     lanes[ranks[task], streams[task]].appendleft(task)
@@ -223,13 +199,83 @@ def simulate_numbered(
                 ended_s[task] = now_s
                 for follower in followers[task]:
                     waiting[follower] -= 1
-        if interferes:
-            stretch()
+        if delays:
+            delays.stretch(now_s)
+    _check_all_ended(lanes, tasks, ended_s)
+    return Spans(start_s, ended_s, paused_s)
+
+
+_Lanes = Mapping[tuple[int, Stream], deque[int]]  # the tasks of a rank and stream that have not started, in their order
+
+
+def _lanes(order: Iterable[int], streams: Sequence[Stream], ranks: Sequence[int]) -> _Lanes:
+    lanes: dict[tuple[int, Stream], deque[int]] = defaultdict(deque)
+    for task in order:
+        lanes[ranks[task], streams[task]].append(task)
+    return lanes
+
+
+def _check_all_ended(lanes: _Lanes, tasks: NumberedTasks, ended: Collection[int]) -> None:
+    """Raise ScheduleError if a task has not started, because it waits for one that never ends."""
     if stuck := [lane[0] for lane in lanes.values() if lane]:
         waits = stuck[0]
-        missing = min(tasks.tasks[need] for need in tasks.needs[waits] if need not in ended_s)
+        missing = min(tasks.tasks[need] for need in tasks.needs[waits] if need not in ended)
         raise ScheduleError(f"{tasks.tasks[waits]} waits for {missing}, which never runs: check the order")
-    return Spans(start_s, ended_s, paused_s)
+
+
+class _Delays:
+    """Interference in one simulation: it moves the ends of the tasks that run, `end_s` by stream."""
+
+    def __init__(
+        self,
+        interference: Interference,
+        running: Sequence[int],
+        end_s: list[float],
+        seconds: Sequence[float],
+        sums: Mapping[int, BackgroundSum],
+    ):
+        self._running, self._end_s, self._seconds, self._sums = running, end_s, seconds, sums
+        self._slowdown, self._later_s = (dict(zip(_COMMUNICATION, values, strict=True)) for values in interference)
+        self._slowed = 1.0  # how many times as long the running compute task takes
+        self._slows = dict.fromkeys(_COMMUNICATION, 0.0)  # what each stream adds to that now
+        self._free_s = dict.fromkeys(_COMMUNICATION, -1.0)  # when its last task ended
+        self._started: list[int] = []  # streams that started to communicate at this moment, and did not just before
+
+    def start(self, stream: int, task: int, now_s: float) -> None:
+        """Apply what a task that starts on a stream changes."""
+        if stream == _COMPUTE:
+            self._slowed = 1.0
+        else:
+            self._slows[stream] = self._slowdown[stream] - 1
+            if task in self._sums and self._seconds[task]:
+                self._slows[stream] += (
+                    (self._slowdown[_INTRA_NODE] - 1) * self._sums[task].inside_s / self._seconds[task]
+                )
+            if self._free_s[stream] < now_s:
+                self._started.append(stream)
+        self.stretch(now_s)
+
+    def delay_starts(self, now_s: float) -> None:
+        """Move the ends of collectives that start next to compute, once all tasks that start now have started."""
+        if self._started and min(self._end_s) > now_s:
+            if self._running[_COMPUTE] >= 0:
+                for stream in self._started:
+                    self._end_s[stream] += self._later_s[stream]
+            self._started.clear()
+
+    def stop(self, stream: int, now_s: float) -> None:
+        """Apply what the end of a task, or of the first half of a sum, changes."""
+        if stream != _COMPUTE:
+            self._slows[stream], self._free_s[stream] = 0.0, now_s
+
+    def stretch(self, now_s: float) -> None:
+        """Move the end of the running compute task if communication started or stopped next to it."""
+        if self._running[_COMPUTE] < 0:
+            return
+        factor = 1 + sum(self._slows.values())
+        if self._slowed != factor:
+            self._end_s[_COMPUTE] = now_s + (self._end_s[_COMPUTE] - now_s) * factor / self._slowed
+            self._slowed = factor
 
 
 def makespan_s(
