@@ -760,12 +760,12 @@ REFUSED = {
         "faster after a move: use model.moe.capacity_factor=null, or migration.payback_steps=null to move all the same"
     ),
     "migration.enabled=true mesh.expert=2 migration.payback_steps=null migration.replicas=1": (
-        "migration.replicas=1 with model.moe.capacity_factor=1.25, which pads copies as it pads experts: "
+        "migration.replicas=1 with model.moe.capacity_factor=1.25, which pads replicas as it pads experts: "
         "use model.moe.capacity_factor=null, or migration.replicas=0"
     ),
     "migration.enabled=true mesh.expert=2 model.moe.capacity_factor=null migration.replicas=2 "
     "optimizer.moments_dtype=bfloat16": (
-        "migration.replicas=2 with optimizer.moments_dtype=bfloat16, which rounds the moments of copies apart: "
+        "migration.replicas=2 with optimizer.moments_dtype=bfloat16, which rounds the moments of replicas apart: "
         "use optimizer.moments_dtype=float32, or migration.replicas=0"
     ),
     "migration.enabled=true mesh.expert=2 model.moe.capacity_factor=null optimizer.offload_moments=true": (
@@ -790,12 +790,12 @@ REFUSED = {
         "optimizer.name=adamw, or optimizer.moments_dtype=float32"
     ),
     "migration.enabled=true mesh.expert=2 model.moe.capacity_factor=null migration.replicas=2 optimizer.zero=1": (
-        "migration.replicas=2 with optimizer.zero=1, which cuts what copies sum: "
+        "migration.replicas=2 with optimizer.zero=1, which cuts what replicas sum: "
         "use optimizer.zero=0, or migration.replicas=0"
     ),
     "migration.enabled=true mesh.expert=2 model.moe.num_experts=4 model.moe.capacity_factor=null "
     "migration.replicas=4": (
-        "migration.replicas=4, and a rank has at most copies of 3 other ranks' experts with model.moe.num_experts=4: "
+        "migration.replicas=4, and a rank has at most replicas of 3 other ranks' experts with model.moe.num_experts=4: "
         "use migration.replicas=3 or less"
     ),
     "migration.replicas=-1": "migration.replicas=-1 must be at least 0",

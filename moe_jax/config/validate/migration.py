@@ -54,23 +54,23 @@ def check_migration(config: Sections) -> None:
         )
     if settings.replicas > (others := moe.num_experts - 1):
         raise ConfigError(
-            f"migration.replicas={settings.replicas}, and a rank has at most copies of {others} other ranks' experts "
+            f"migration.replicas={settings.replicas}, and a rank has at most replicas of {others} other ranks' experts "
             f"with model.moe.num_experts={moe.num_experts}: use migration.replicas={others} or less"
         )
     if settings.replicas and moe.capacity_factor is not None:
         raise ConfigError(
             f"migration.replicas={settings.replicas} with model.moe.capacity_factor={moe.capacity_factor}, which pads "
-            "copies as it pads experts: use model.moe.capacity_factor=null, or migration.replicas=0"
+            "replicas as it pads experts: use model.moe.capacity_factor=null, or migration.replicas=0"
         )
     if settings.replicas and config.optimizer.moments_dtype != "float32":
         raise ConfigError(
             f"migration.replicas={settings.replicas} with optimizer.moments_dtype={config.optimizer.moments_dtype}, "
-            "which rounds the moments of copies apart: use optimizer.moments_dtype=float32, or migration.replicas=0"
+            "which rounds the moments of replicas apart: use optimizer.moments_dtype=float32, or migration.replicas=0"
         )
     if settings.replicas and config.optimizer.zero:
         raise ConfigError(
             f"migration.replicas={settings.replicas} with optimizer.zero={config.optimizer.zero}, which cuts what "
-            "copies sum: use optimizer.zero=0, or migration.replicas=0"
+            "replicas sum: use optimizer.zero=0, or migration.replicas=0"
         )
 
 
