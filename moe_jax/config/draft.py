@@ -28,6 +28,7 @@ class Draft(Sections):
 
     open: frozenset[str]  # a subset of `PLANNED`
     given: frozenset[str] = frozenset()  # dotted names of all settings that a file or an override has
+    rest_open: bool = False  # whether all of `PLANNED` is open but what was given, and not only what is `auto`
 
     def choose(self, base: Sections | None = None, **sections: Mapping[str, object]) -> Config:
         """Return a config with values for the open settings; values for other settings are ignored.
@@ -61,7 +62,7 @@ class Draft(Sections):
 def open_draft(config: Sections, fixed: Set[str] = frozenset()) -> Draft:
     """Return a draft in which every setting that can be planned is open, except the `fixed` ones."""
     given = config.given if isinstance(config, Draft) else frozenset()
-    return Draft(**sections_of(config), open=PLANNED - fixed, given=given)
+    return Draft(**sections_of(config), open=PLANNED - fixed, given=given, rest_open=True)
 
 
 def sections_of(config: Sections) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from moe_jax.config import Config
 from moe_jax.config.draft import Draft
+from moe_jax.config.validate import setting
 from moe_jax.errors import UserError
 from moe_jax.plan.candidates import Reason, Refused, mesh_text, meshes, on_meshes
 from moe_jax.plan.clusters import Cluster, find_cluster
@@ -59,16 +60,27 @@ def no_plan_message(search: PlanSearch, refused: list[Refused]) -> str:
 
 def _cure(search: PlanSearch) -> str:
     """What would make the model fit: settings that are closed, a larger cluster, shorter sequences, smaller buffers."""
-    closed = [name for name in _SAVING if name not in search.draft.open]
-    more_open = dataclasses.replace(search.draft, open=search.draft.open | set(closed))
+    draft = search.draft
+    closed = [name for name in _SAVING if name not in draft.open]
+    if draft.optimizer.zero_axes is not None and "optimizer.zero" in closed:  # which then has to be given
+        closed.remove("optimizer.zero")
+    more_open = dataclasses.replace(draft, open=draft.open | set(closed))
     if closed and _fits_at_all(dataclasses.replace(search, draft=more_open)):
-        return f"use {' '.join(f'{name}=auto' for name in closed)}"
+        return _opening(draft, closed)
     cure = _larger_or_shorter(search)
     for less in with_smaller_buffers(search.draft):
         if _fits_at_all(dataclasses.replace(search, draft=less)):
             factor = less.exchange.rank_capacity_factor
             return f"{cure}; or use exchange.rank_capacity_factor={factor}, and drop the rows beyond it"
     return cure
+
+
+def _opening(draft: Draft, closed: Sequence[str]) -> str:
+    """How to let the plan choose these settings, too: one that is `auto` would close all that are not."""
+    if draft.rest_open:
+        given = " ".join(f"{name}={setting(draft, name)}" for name in closed)
+        return f"leave out {given}, so that the plan chooses {'it' if len(closed) == 1 else 'them'}"
+    return f"use {' '.join(f'{name}=auto' for name in closed)}"
 
 
 def _larger_or_shorter(search: PlanSearch) -> str:
@@ -118,8 +130,8 @@ def _no_mesh(draft: Draft, cluster: Cluster) -> str:
     for name, size in sorted(fixed.items(), key=lambda axis: -axis[1]):
         others = dataclasses.replace(draft, open=draft.open | {f"mesh.{name}"})
         if possible := [sizes[name] for sizes in meshes(others, cluster)]:
-            cure = f"mesh.{name}={min(possible, key=lambda each: abs(each - size))}"
+            cure = f"use mesh.{name}={min(possible, key=lambda each: abs(each - size))}"
             break
     else:
-        cure = "auto for all of them"
-    return f"{text} is no mesh of {cluster.devices} devices: use {cure}"
+        cure = "leave them out" if draft.rest_open else "use auto for all of them"
+    return f"{text} is no mesh of {cluster.devices} devices: {cure}"

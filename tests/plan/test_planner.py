@@ -14,6 +14,7 @@ from moe_jax.config import (
     MeshConfig,
     ModelConfig,
     MoEConfig,
+    OptimizerConfig,
     ScheduleConfig,
     TrainConfig,
 )
@@ -107,9 +108,36 @@ def test_what_fits_nowhere_is_reported_with_a_cluster_of_whole_nodes() -> None:
 
 
 def test_what_would_fit_with_more_settings_open_is_reported() -> None:
-    closed = {"train.grad_accumulation", "schedule.remat", "mesh.pipeline", "mesh.tensor", "mesh.context"}
+    """What is given on the command line is to be left out: `auto` would close all other settings."""
+    config, mesh = config_of(layers=32, batch_size=4096), {"mesh.pipeline", "mesh.tensor", "mesh.context"}
+    closed = {"train.grad_accumulation", "schedule.remat"}
+    cure = r"leave out train\.grad_accumulation=1 schedule\.remat=none, so that the plan chooses them"
+    with pytest.raises(PlanError, match=f": {cure}$"):
+        plan(open_draft(config, fixed=closed | mesh), H100S)
+    cured = plan(open_draft(config, fixed=mesh), H100S)
+    assert {each.config.mesh.expert for each in cured.ranked} >= {1, 2, 4}, "everything else is searched as before"
+
+
+def test_what_would_fit_if_it_were_auto_is_reported_where_other_settings_are() -> None:
+    config, some = config_of(layers=32, batch_size=4096), frozenset({"mesh.data", "mesh.expert", "optimizer.zero"})
     with pytest.raises(PlanError, match=r": use train\.grad_accumulation=auto schedule\.remat=auto$"):
-        plan(open_draft(config_of(layers=32, batch_size=4096), fixed=closed), H100S)
+        plan(Draft(**sections_of(config), open=some), H100S)
+    opened = some | {"train.grad_accumulation", "schedule.remat"}
+    assert plan(Draft(**sections_of(config), open=opened), H100S).ranked
+
+
+def test_a_stage_of_zero_that_has_axes_is_not_to_be_left_out() -> None:
+    """Without it, a plan is refused, because the axes leave it no choice."""
+    config = dataclasses.replace(
+        config_of(layers=32, batch_size=4096), optimizer=OptimizerConfig(zero=1, zero_axes=("data",))
+    )
+    given = {"optimizer.zero", "mesh.pipeline", "mesh.tensor", "mesh.context"}
+    closed = {"train.grad_accumulation", "schedule.remat"}
+    with pytest.raises(
+        PlanError, match=r": leave out train\.grad_accumulation=1 schedule\.remat=none, so that the plan"
+    ):
+        plan(open_draft(config, fixed=given | closed), H100S)
+    assert plan(open_draft(config, fixed=given), H100S).ranked
 
 
 @pytest.mark.parametrize("settings", ["train.batch_size=-5", "train.batch_size=0", "model.num_layers=0"])
@@ -231,6 +259,14 @@ def test_a_mesh_is_chosen_around_its_fixed_axes() -> None:
 def test_no_mesh_of_these_devices_is_reported_with_the_nearest_one(settings: str, cure: str) -> None:
     with pytest.raises(PlanError, match=cure):
         plan(load_draft(None, [*SMALL, *settings.split()]), H100S)
+
+
+def test_axes_that_fit_no_mesh_are_to_be_left_out_where_all_else_is_open() -> None:
+    config = load_draft(None, [*SMALL, "mesh.data=2", "mesh.expert=3", "mesh.context=5"])
+    given = {"mesh.data", "mesh.expert", "mesh.context"}
+    with pytest.raises(PlanError, match=r"mesh.context=5 is no mesh of 16 devices: leave them out\)$"):
+        plan(open_draft(config, fixed=given), H100S)
+    assert [*meshes(open_draft(config), H100S)]
 
 
 def test_context_ranks_are_planned_around() -> None:
