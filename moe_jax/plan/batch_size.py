@@ -1,5 +1,6 @@
 """The batch size of a plan whose command line gives none: the model file's, or a number of tokens per device."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from moe_jax.config import Config
@@ -27,7 +28,8 @@ def batch_size_of(draft: Draft, cluster: Cluster, file: str) -> BatchSize:
     """The batch size for a plan of `draft`, which was read from `file`.
 
     It is the file's own if it divides over a mesh of the cluster, and otherwise the nearest multiple of the number of
-    devices. If the file has none, every device gets `TOKENS_PER_DEVICE`, in whole sequences, and at least one.
+    devices, unless no mesh is valid with that either. If the file has none, every device gets `TOKENS_PER_DEVICE`, in
+    whole sequences, and at least one.
     """
     devices, given = cluster.devices, draft.train.batch_size
     if "train.batch_size" not in draft.given:
@@ -39,6 +41,13 @@ def batch_size_of(draft: Draft, cluster: Cluster, file: str) -> BatchSize:
     nearest = max(round(given / devices), 1) * devices
     if given % devices == 0:
         return BatchSize(given, f"as in {file}")
-    if any(isinstance(each, Config) for each in on_meshes(draft, cluster)):
+    if _is_possible(draft, cluster):
         return BatchSize(given, f"as in {file}; more meshes are possible with {nearest}, a multiple of the devices")
-    return BatchSize(nearest, f"no mesh of {devices} devices divides {given}, as in {file}")
+    if _is_possible(replace(draft, train=replace(draft.train, batch_size=nearest)), cluster):
+        return BatchSize(nearest, f"no mesh of {devices} devices divides {given}, as in {file}")
+    return BatchSize(given, f"as in {file}")
+
+
+def _is_possible(draft: Draft, cluster: Cluster) -> bool:
+    """Whether a mesh is valid."""
+    return any(isinstance(each, Config) for each in on_meshes(draft, cluster))

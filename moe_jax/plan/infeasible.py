@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 from moe_jax.config import Config
@@ -52,10 +53,41 @@ def no_plan_message(search: PlanSearch, refused: list[Refused]) -> str:
     """The error message when no plan is feasible: the reason, and the nearest change that would help."""
     too_large = [each for each in refused if each.why.needed_bytes is not None]
     if not too_large:
-        reason = f"{refused[0].mesh}: {refused[0].reason}" if refused else _no_mesh(search.draft, search.cluster)
+        first = _first_to_mend(search, refused) if refused else None
+        reason = f"{first.mesh}: {first.reason}" if first else _no_mesh(search.draft, search.cluster)
         return f"nothing trains on {search.cluster.name} ({reason})"
     nearest = min(too_large, key=lambda each: (each.why.parameters_alone, each.why.needed_bytes or 0.0))
     return f"nothing trains on {search.cluster.name} ({nearest.mesh}: {nearest.reason}): {_cure(search)}"
+
+
+def _first_to_mend(search: PlanSearch, refused: Sequence[Refused]) -> Refused:
+    """The refusal to report if no mesh is valid.
+
+    That is the batch only if another batch makes a mesh valid. Otherwise it is a reason that names no open axis of the
+    mesh, so it holds on meshes that are refused for reasons of their own, too.
+    """
+    by_mesh = {each.mesh: each for each in refused}
+    with_other_batch: list[Refused] = []
+    for each in on_meshes(_with_large_batch(search.draft, search.cluster), search.cluster):
+        if isinstance(each, Refused):
+            with_other_batch.append(each)
+        elif own := by_mesh.get(mesh_text(each.mesh.sizes)):
+            return own
+    axes = [name for name in search.draft.open if name.startswith("mesh.")]
+    general = (each for each in with_other_batch if not any(f"{axis}=" in each.reason for axis in axes))
+    return next(general, with_other_batch[0])
+
+
+def _with_large_batch(draft: Draft, cluster: Cluster) -> Draft:
+    """The draft with a batch that every mesh, every number of stages and the given numbers of parts divide."""
+    schedule, parts = draft.schedule, draft.train.grad_accumulation
+    given = {
+        "train.grad_accumulation": parts,
+        "schedule.microbatches": schedule.microbatches,
+        "schedule.backward_microbatches": schedule.backward_microbatches or 1,
+    }
+    times = math.prod(number for name, number in given.items() if name not in draft.open)
+    return dataclasses.replace(draft, train=dataclasses.replace(draft.train, batch_size=times * cluster.devices))
 
 
 def _cure(search: PlanSearch) -> str:

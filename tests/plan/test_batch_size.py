@@ -36,6 +36,8 @@ def test_every_model_has_a_batch_that_some_mesh_of_any_cluster_divides(file: Pat
         (["train.batch_size=15"], "cpu-6", 15, "as in a.yaml; more meshes are possible with 12, a multiple of the"),
         (["train.batch_size=15"], "cpu-7", 14, "no mesh of 7 devices divides 15, as in a.yaml"),
         (["train.batch_size=1"], "cpu-7", 7, "no mesh of 7 devices divides 1, as in a.yaml"),
+        (["train.batch_size=15", "model.moe.top_k=99"], "cpu-7", 15, "as in a.yaml"),
+        (["train.batch_size=15", "optimizer.name=sgd"], "cpu-6", 15, "as in a.yaml"),
     ],
 )
 def test_the_batch_is_the_files_or_a_number_of_tokens_per_device(
@@ -45,3 +47,4 @@ def test_the_batch_is_the_files_or_a_number_of_tokens_per_device(
     found = batch_size_of(draft, find_cluster(cluster), "a.yaml")
     assert found.sequences == sequences
     assert found.source.startswith(source)
+    assert ("no mesh" in found.source) == source.startswith("no mesh"), "other reasons than the batch are not the batch"

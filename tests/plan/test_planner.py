@@ -36,6 +36,12 @@ from moe_jax.plan.work import exchange_bytes
 H100S = find_cluster("h100x16")
 
 
+SMALL = [
+    *("model.hidden_size=64", "model.num_layers=2", "model.num_attention_heads=4", "model.moe.num_experts=8"),
+    *("data.seq_len=64", "train.batch_size=64"),
+]
+
+
 def config_of(layers: int = 3, batch_size: int = 64, **moe) -> Config:
     experts = MoEConfig(**({"num_experts": 16, "top_k": 2, "intermediate_size": 1024} | moe))
     model = ModelConfig(
@@ -152,6 +158,36 @@ def test_a_batch_that_cannot_be_cut_is_reported_with_one_that_can() -> None:
         plan(without_stages, H100S)
 
 
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (  # with one expert rank there is nothing to migrate, which is the first reason there
+            "model.moe.capacity_factor=null migration.enabled=true migration.replicas=2 optimizer.zero=1",
+            r"data=8 expert=2: migration\.replicas=2 with optimizer\.zero=1, which ",
+        ),
+        (
+            "mesh.pipeline=2 mesh.tensor=1 train.batch_size=8 optimizer.name=sgd",
+            r"data=8 pipeline=2: optimizer\.name=sgd must be ",
+        ),
+        (
+            "train.batch_size=7 mesh.tensor=1 mesh.pipeline=1 model.moe.capacity_factor=null exchange.hot_experts=2",
+            r"data=8 expert=2: train\.batch_size=7 is not divisible by .*: use 16",
+        ),
+        (
+            "train.batch_size=8 mesh.tensor=1 mesh.pipeline=1 schedule.policy=unified schedule.microbatches=3",
+            r"data=16: train\.batch_size=8 is not divisible by .* × schedule\.microbatches=3 = 48: use 48",
+        ),
+    ],
+)
+def test_the_reason_to_mend_first_holds_on_all_meshes_and_is_the_batch_only_if_another_would_do(
+    settings: str, reason: str
+) -> None:
+    given = settings.split()
+    draft = open_draft(load_draft(None, [*SMALL, *given]), fixed={each.partition("=")[0] for each in given})
+    with pytest.raises(PlanError, match=rf"^nothing trains on h100x16 \({reason}"):
+        plan(draft, H100S)
+
+
 def test_deep_models_take_per_block_what_their_last_block_takes() -> None:
     """A few periods stand for all: the whole model, simulated, takes the same within 2 %."""
     config = dataclasses.replace(
@@ -205,12 +241,6 @@ def test_faster_links_and_more_devices_make_no_step_slower() -> None:
     assert estimate(config, dataclasses.replace(H100S, levels=levels)).step_s < estimate(config, H100S).step_s
     steps = [planned(batch_size=1024, cluster=f"h100x{count}").best.estimate.step_s for count in (8, 16, 32)]
     assert steps == sorted(steps, reverse=True)
-
-
-SMALL = [
-    *("model.hidden_size=64", "model.num_layers=2", "model.num_attention_heads=4", "model.moe.num_experts=8"),
-    *("data.seq_len=64", "train.batch_size=64"),
-]
 
 
 @pytest.mark.parametrize(
