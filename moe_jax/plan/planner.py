@@ -70,9 +70,10 @@ def plan(draft: Draft, cluster: Cluster, memory_factor: float = 1.0) -> Plans:
     """
     check_ranges(draft)
     if draft.optimizer.zero_axes is not None and "optimizer.zero" in draft.open:
+        where = " on the command line" if draft.rest_open else ""  # which overrides the file
         raise ConfigError(
             f"optimizer.zero_axes=[{', '.join(draft.optimizer.zero_axes)}] leaves a plan no choice of optimizer.zero: "
-            "set optimizer.zero=1, 2 or 3, or optimizer.zero_axes=null"
+            f"set optimizer.zero=1, 2 or 3{where}, or optimizer.zero_axes=null"
         )
     with _rare_collections():
         return _plan(draft, cluster, memory_factor)

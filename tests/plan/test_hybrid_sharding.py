@@ -6,6 +6,7 @@ from typing import Literal
 import pytest
 
 from moe_jax.config import Config, OptimizerConfig
+from moe_jax.config.draft import open_draft
 from moe_jax.config.yaml_io import load_draft
 from moe_jax.errors import ConfigError
 from moe_jax.plan.clusters import find_cluster
@@ -68,6 +69,15 @@ def test_between_nodes_go_the_sums_of_shards() -> None:
 
 
 def test_a_plan_cannot_choose_whether_chosen_axes_shard() -> None:
-    draft = load_draft(None, ["optimizer.zero=auto", "optimizer.zero_axes=[expert]"])
-    with pytest.raises(ConfigError, match=r"leaves a plan no choice of optimizer\.zero: set optimizer\.zero=1, 2 or 3"):
-        plan(draft, CLUSTER)
+    message = r"leaves a plan no choice of optimizer\.zero: set optimizer\.zero=1, 2 or 3"
+    with pytest.raises(ConfigError, match=f"{message}, or optimizer"):
+        plan(load_draft(None, ["optimizer.zero=auto", "optimizer.zero_axes=[expert]"]), CLUSTER)
+    in_file = load_draft(None, ["optimizer.zero=1", "optimizer.zero_axes=[expert]"])
+    with pytest.raises(ConfigError, match=f"{message} on the command line, or optimizer"):
+        plan(open_draft(in_file), CLUSTER)
+
+
+def test_a_stage_that_is_given_is_planned_over_its_axes() -> None:
+    given = ["optimizer.zero=1", "optimizer.zero_axes=[expert]", "model.num_layers=2", "train.batch_size=64"]
+    best = plan(open_draft(load_draft(None, given), fixed={"optimizer.zero"}), CLUSTER).best.config.optimizer
+    assert (best.zero, best.zero_axes) == (1, ("expert",))
