@@ -94,12 +94,12 @@ def busiest_rows(config: Config, tokens: float) -> float:
     """Rows that the experts of the busiest rank compute, padding included.
 
     Without a capacity they are `plan.load_factor` times the mean, less what copies of experts take over, and at most
-    what the rank's buffer holds.
+    what the rank's buffer holds, and what all tokens can choose of its experts.
     """
     rows, moe, most = expert_rows(config.model, tokens), config.model.moe, config.exchange.rank_capacity_factor
-    if not moe.sends_sized_rows:
+    if not moe.sends_sized_rows or moe.num_experts == 0:
         return rows
-    load = config.plan.load_factor
+    load = min(config.plan.load_factor, _largest_load(config, config.mesh.expert_ranks(config.mesh.sizes)))
     if config.exchange.hot_experts:
         load = load_with_copies(config, config.mesh.sizes, load)
     return rows * (load if most is None else min(load, most))
@@ -118,8 +118,14 @@ def _sent_rows(config: Config, tokens: float, ranks: int) -> float:
     moe, factor = config.model.moe, config.exchange.rank_capacity_factor
     if not moe.sends_sized_rows or moe.num_experts == 0:
         return expert_rows(config.model, tokens)
-    worst = ranks * min(moe.top_k, moe.num_experts // ranks)
-    return tokens * (worst if factor is None else min(factor * moe.top_k, worst))
+    worst = _largest_load(config, ranks)
+    return tokens * moe.top_k * (worst if factor is None else min(factor, worst))
+
+
+def _largest_load(config: Config, ranks: int) -> float:
+    """Rows of a rank / the mean of the expert `ranks`, if every token chooses as many of its experts as it can."""
+    moe = config.model.moe
+    return ranks * min(moe.top_k, moe.num_experts // ranks) / moe.top_k
 
 
 def gathered_widths(model: ModelConfig, kind: str) -> list[int]:

@@ -46,6 +46,10 @@ def test_a_step_waits_for_the_busiest_rank_up_to_its_buffer() -> None:
     assert compute_s("plan.load_factor=9") == compute_s("plan.load_factor=3"), "a buffer holds three times the mean"
     slots = "model.moe.capacity_factor=1"
     assert compute_s(slots, "plan.load_factor=2") == compute_s(slots), "experts with a capacity compute all their slots"
+    alone = ("mesh.data=8", "mesh.expert=1")
+    assert compute_s(*alone, "plan.load_factor=2") == compute_s(*alone), "a rank with all experts has the mean load"
+    two = ("mesh.data=4", "mesh.expert=2", "exchange.rank_capacity_factor=null")
+    assert compute_s(*two, "plan.load_factor=9") == compute_s(*two, "plan.load_factor=2"), "every choice at one of two"
 
 
 def test_smaller_buffers_cost_less_time_and_memory() -> None:
