@@ -676,8 +676,8 @@ MUTATIONS = (
     Mutation(
         "collectives_start_at_once",
         "schedule/simulation.py",
-        "end_s[stream] += later_s[stream]",
-        "end_s[stream] += 0.0",
+        "self._end_s[stream] += self._later_s[stream]",
+        "self._end_s[stream] += 0.0",
         "plans take collectives next to compute for as fast as those that compute waits for",
         ["tests/plan/test_simulate.py", "-k", "delay"],
     ),
