@@ -1,49 +1,53 @@
 """Slow references of a gated delta net and of norms with weights around 0, as references.py has them."""
 
+import autograd.numpy as anp
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from moe_jax.config import ModelConfig
+from tests.numpy_gradients import sigmoid, silu
 
 
-def delta_net(p, h_ND, model: ModelConfig):
-    """What a gated delta net adds, of one sequence: one value head and one token at a time."""
+def delta_net(p, h_BND, model: ModelConfig):
+    """What a gated delta net adds, of sequences: one value head and one token at a time."""
     delta = model.delta_net
     key_heads, group = delta.key_heads, delta.num_value_heads // delta.key_heads
-    of_query, of_key, of_value = jnp.split(p["conv"], [delta.key_width, 2 * delta.key_width])
-    of_query, of_key = (each.reshape(key_heads, delta.key_head_dim, -1) for each in (of_query, of_key))
-    of_value = of_value.reshape(key_heads, group, delta.value_head_dim, -1)
-    value, gate = (p[name].reshape(-1, key_heads, group, delta.value_head_dim) for name in ("value", "gate"))
-
-    def of_head(head):
+    ends = (0, delta.key_width, 2 * delta.key_width, None)
+    of_query, of_key, of_value = (p["conv"][ends[n] : ends[n + 1]] for n in range(3))
+    of_query, of_key = (each.reshape((key_heads, delta.key_head_dim, -1)) for each in (of_query, of_key))
+    of_value = of_value.reshape((key_heads, group, delta.value_head_dim, -1))
+    value, gate = (p[name].reshape((-1, key_heads, group, delta.value_head_dim)) for name in ("value", "gate"))
+    out = 0.0
+    for head in range(delta.num_value_heads):
         key_head, place = head // group, head % group
-        q = unit(convolved(h_ND @ p["query"][:, key_head], of_query[key_head])) / delta.key_head_dim**0.5
-        k = unit(convolved(h_ND @ p["key"][:, key_head], of_key[key_head]))
-        v = convolved(h_ND @ value[:, key_head, place], of_value[key_head, place])
-        step = jnp.log1p(jnp.exp(h_ND @ p["step"][:, key_head, place] + p["step_bias"][head]))
-        kept = jnp.exp(-jnp.exp(p["decay_log"][head]) * step)
-        rate = 1 / (1 + jnp.exp(-h_ND @ p["rate"][:, key_head, place]))
+        q = unit(convolved(h_BND @ p["query"][:, key_head], of_query[key_head])) / delta.key_head_dim**0.5
+        k = unit(convolved(h_BND @ p["key"][:, key_head], of_key[key_head]))
+        v = convolved(h_BND @ value[:, key_head, place], of_value[key_head, place])
+        step = anp.log1p(anp.exp(h_BND @ p["step"][:, key_head, place] + p["step_bias"][head]))
+        kept = anp.exp(-anp.exp(p["decay_log"][head]) * step)
+        rate = sigmoid(h_BND @ p["rate"][:, key_head, place])
+        state_BKV, y = np.zeros((len(h_BND), q.shape[-1], v.shape[-1])), []
+        for token in range(h_BND.shape[1]):
+            k_BK1, v_B1V = k[:, token, :, None], v[:, token, None]
+            kept_B11, rate_B11 = kept[:, token, None, None], rate[:, token, None, None]
+            known_B1V = anp.swapaxes(k_BK1, 1, 2) @ state_BKV
+            state_BKV = kept_B11 * (state_BKV - rate_B11 * k_BK1 * known_B1V) + rate_B11 * k_BK1 * v_B1V
+            y.append((q[:, token, None] @ state_BKV)[:, 0])
+        y = anp.stack(y, axis=1)
+        y = y / anp.sqrt((y**2).mean(-1, keepdims=True) + model.rms_norm_eps) * p["value_norm"]
+        out = out + y * silu(h_BND @ gate[:, key_head, place]) @ p["out"][head]
+    return out
 
-        def token(state, now):
-            q, k, v, kept, rate = now
-            state = kept * (state - rate * jnp.outer(k, k @ state)) + rate * jnp.outer(k, v)
-            return state, q @ state
 
-        _, y = jax.lax.scan(token, jnp.zeros((len(k[0]), len(v[0]))), (q, k, v, kept, rate))
-        y = y / jnp.sqrt((y**2).mean(-1, keepdims=True) + model.rms_norm_eps) * p["value_norm"]
-        return y * jax.nn.silu(h_ND @ gate[:, key_head, place]) @ p["out"][head]
-
-    return jax.vmap(of_head)(jnp.arange(delta.num_value_heads)).sum(0)
-
-
-def convolved(x_NF, weight_FW, bias_F=0.0):
+def convolved(x_BNF, weight_FW, bias_F=0.0):
     """SiLU of each token's weighted sum of itself, which has the last weight, and the tokens before it."""
-    padded = jnp.concatenate([jnp.zeros((weight_FW.shape[1] - 1, x_NF.shape[1])), x_NF])
-    return jax.nn.silu(sum(padded[n : n + len(x_NF)] * weight_F for n, weight_F in enumerate(weight_FW.T)) + bias_F)
+    tokens, width = x_BNF.shape[1], weight_FW.shape[1]
+    padded = anp.concatenate([np.zeros((len(x_BNF), width - 1, x_BNF.shape[2])), x_BNF], axis=1)
+    return silu(sum(padded[:, n : n + tokens] * weight_FW[:, n] for n in range(width)) + bias_F)
 
 
 def unit(x):
-    return x / jnp.sqrt((x**2).sum(-1, keepdims=True) + 1e-6)
+    return x / anp.sqrt((x**2).sum(-1, keepdims=True) + 1e-6)
 
 
 def with_ones(params, model: ModelConfig):

@@ -1,49 +1,24 @@
-"""Slow references: one device, one whole batch, Python loops over sequences' source devices and over experts.
+"""Slow references: one device, one whole batch, Python loops over heads, sequences' source devices and experts.
 
-Written from the definitions and sharing no code with the package but the config and the parameter tree.
+Written from the definitions, in numpy, and sharing no code with the package but the config and the parameter tree.
 """
 
-import dataclasses
-import functools
 import math
 from fractions import Fraction
 from typing import NamedTuple
 
+import autograd.numpy as anp
 import jax
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
+from autograd.extend import defvjp, primitive
 
 from moe_jax.config import ModelConfig, MoEConfig
 from tests import gate_references
 from tests.delta_reference import delta_net, with_ones
 from tests.gate_references import Draws
 from tests.mamba_reference import mamba
-
-
-@functools.partial(jax.jit, static_argnums=(0, 3, 4))
-def _of_sequences(function, p, x_BND, model: ModelConfig, block: int):
-    return jax.vmap(lambda x_ND: function(p, x_ND, model, block))(x_BND)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _back(function, model: ModelConfig, block: int, inputs, dy):
-    return jax.vjp(lambda p, x_BND: _of_sequences(function, p, x_BND, model, block), *inputs)[1](dy)
-
-
-# Compiled, once for all blocks that are alike: operation after operation takes three times as long.
-of_sequences = jax.custom_vjp(_of_sequences, nondiff_argnums=(0, 3, 4))
-of_sequences.defvjp(
-    lambda function, p, x_BND, model, block: (_of_sequences(function, p, x_BND, model, block), (p, x_BND)), _back
-)
-
-
-@functools.cache
-def attention_alone(model: ModelConfig) -> ModelConfig:
-    """With the usual values of what attention does not read: models that differ in these alone share a program."""
-    usual, unread = ModelConfig(), ("vocab_size", "num_layers", "num_nextn_predict_layers", "intermediate_size")
-    unread += ("activation", "tie_word_embeddings", "head_bias", "logits_scaling", "moe")
-    unread += ("embedding_multiplier", "residual_multiplier")
-    return dataclasses.replace(model, **{name: getattr(usual, name) for name in unread})
+from tests.numpy_gradients import fixed, gelu, log_softmax, silu, softmax
 
 
 class Text(NamedTuple):
@@ -58,30 +33,29 @@ class Text(NamedTuple):
 
 
 def rows_of(tree):
-    """Each row of its arrays as a tree, by one operation for all: with x[i], every i is a program of its own."""
-    leaves, structure = jax.tree.flatten(tree)
-    return [structure.unflatten(row) for row in zip(*map(jnp.unstack, leaves), strict=True)]
+    """Each row of its arrays as a tree."""
+    return [jax.tree.map(lambda leaf, row=row: leaf[row], tree) for row in range(len(jax.tree.leaves(tree)[0]))]
 
 
 def norm(x, scale, eps):
-    return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + eps) * scale
+    return x / ((x**2).mean(-1, keepdims=True) + eps) ** 0.5 * scale
 
 
 def block_norm(p, x, model: ModelConfig):
     """The norm before attention, an MLP or experts, or the last one."""
     if model.normalization == "layernorm":
-        mean, deviation = x.mean(-1, keepdims=True), jnp.sqrt(x.var(-1, keepdims=True) + model.rms_norm_eps)
-        return (x - mean) / deviation * p["norm"] + p["norm_bias"]
+        from_mean = x - x.mean(-1, keepdims=True)
+        return norm(from_mean, p["norm"], model.rms_norm_eps) + p["norm_bias"]
     return norm(x, p["norm"], model.rms_norm_eps)
 
 
-def rope(x_NK, model: ModelConfig):
-    """Pairs (i, i + K/2) as complex numbers, turned by position · frequency."""
-    n, width = x_NK.shape
+def rope(x, model: ModelConfig):
+    """Pairs (i, i + K/2) as complex numbers, turned by position · frequency: [..., N, K]."""
+    n, width = x.shape[-2:]
     half = width // 2
     angle = np.outer(np.arange(n), [frequency(pair, half, model, n) for pair in range(half)])
-    z = (x_NK[:, :half] + 1j * x_NK[:, half:]) * np.exp(1j * angle) * model.rope_scaling.attention_factor
-    return jnp.concatenate([z.real, z.imag], axis=-1).astype(jnp.float32)
+    z = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle) * model.rope_scaling.attention_factor
+    return anp.concatenate([anp.real(z), anp.imag(z)], axis=-1)
 
 
 def frequency(pair: int, pairs: int, model: ModelConfig, length: int) -> float:
@@ -111,37 +85,38 @@ def frequency(pair: int, pairs: int, model: ModelConfig, length: int) -> float:
     return plain * kept + plain / scaling.factor * (1 - kept)
 
 
-def attention(p, x_ND, model: ModelConfig, block: int):
-    """One sequence, one head at a time."""
-    h = block_norm(p, x_ND, model)
+def attention(p, x_BND, model: ModelConfig, block: int):
+    """Each sequence for itself, one head at a time."""
+    h = block_norm(p, x_BND, model)
     if "conv" in p:
         return delta_net(p, h, model)
     if "skip" in p:
         return mamba(p, h, model)
     out = p["out_bias"] if model.attention.bias and model.attention.out_bias else 0.0
-    for head, ((score, v), head_out) in enumerate(zip(scores(p, h, model, block), rows_of(p["out"]), strict=True)):
+    for head, (score, v) in enumerate(scores(p, h, model, block)):
         if model.attention.sinks:
-            score = jnp.concatenate([score, jnp.full((len(score), 1), p["sink"][head])], axis=-1)
-        y = jax.nn.softmax(score)[:, : len(x_ND)] @ v
+            score = anp.concatenate([score, p["sink"][head] * np.ones((*score.shape[:-1], 1))], axis=-1)
+        y = softmax(score)[..., : h.shape[-2]] @ v
         if model.attention.output_gate:
-            y = y / (1 + jnp.exp(-h @ p["gate"][:, head]))
-        out += y @ head_out
+            y = y / (1 + anp.exp(-h @ p["gate"][:, head]))
+        out = out + y @ p["out"][head]
     return out
 
 
-def scores(p, h_ND, model: ModelConfig, block: int):
+def scores(p, h_BND, model: ModelConfig, block: int):
     """The logits of each head, -inf for tokens that a token does not see, and its values."""
     scaling, multiplier = model.rope_scaling, model.attention_multiplier
     mscale = 1 + 0.1 * scaling.mscale_all_dim * math.log(scaling.factor)
-    for q, k, v in (latent_heads if model.latent.kv_lora_rank else grouped_heads)(p, h_ND, model, block):
+    for q, k, v in (latent_heads if model.latent.kv_lora_rank else grouped_heads)(p, h_BND, model, block):
         factor = 1 / math.sqrt(q.shape[-1]) if multiplier is None else multiplier
-        yield jnp.where(visible(len(h_ND), model, block), q @ k.T * mscale**2 * factor, -jnp.inf), v
+        logits = q @ anp.swapaxes(k, -1, -2) * mscale**2 * factor
+        yield anp.where(visible(h_BND.shape[-2], model, block), logits, -np.inf), v
 
 
-def largest_logits(p, x_ND, model: ModelConfig, block: int):
-    """The largest logit of each token and head of one sequence, [N, H]."""
-    h = block_norm(p, x_ND, model)
-    return jnp.stack([score.max(axis=-1) for score, _ in scores(p, h, model, block)], axis=1)
+def largest_logits(p, x_BND, model: ModelConfig, block: int):
+    """The largest logit of each token and head, [B, N, H]."""
+    h = block_norm(p, x_BND, model)
+    return np.stack([fixed(score).max(axis=-1) for score, _ in scores(p, h, model, block)], axis=-1)
 
 
 def qk_clip(p, largest_H, threshold: float, model: ModelConfig):
@@ -174,16 +149,17 @@ def visible(n, model: ModelConfig, block: int):
     return causal & ~np.tri(n, k=-window, dtype=bool)
 
 
-def turned(x_NK, model: ModelConfig, block: int):
+def turned(x, model: ModelConfig, block: int):
     every = model.attention.nope_every
-    return x_NK if every and (block + 1) % every == 0 else rope(x_NK, model)
+    return x if every and (block + 1) % every == 0 else rope(x, model)
 
 
 def grouped_heads(p, h, model: ModelConfig, block: int):
     """Query, key and value of each head."""
-    q, k, v = (jnp.einsum("nd,dhk->hnk", h, p[name]) for name in ("query", "key", "value"))
+    names = ("query", "key", "value")
+    q, k, v = (anp.stack([h @ p[name][:, head] for head in range(p[name].shape[1])]) for name in names)
     if model.attention.bias:
-        q, k, v = (x + p[f"{name}_bias"][:, None] for x, name in ((q, "query"), (k, "key"), (v, "value")))
+        q, k, v = (x + p[f"{name}_bias"][:, None, None] for x, name in zip((q, k, v), names, strict=True))
     width = round(model.head_width * model.partial_rotary_factor)
 
     def normed(q, k):
@@ -194,10 +170,7 @@ def grouped_heads(p, h, model: ModelConfig, block: int):
         return norm(q, p["query_norm"], model.rms_norm_eps), norm(k, p["key_norm"], model.rms_norm_eps)
 
     def rotated(q, k):
-        return [
-            jnp.stack([jnp.concatenate([turned(x[:, :width], model, block), x[:, width:]], axis=-1) for x in heads])
-            for heads in (q, k)
-        ]
+        return [anp.concatenate([turned(x[..., :width], model, block), x[..., width:]], axis=-1) for x in (q, k)]
 
     for step in (rotated, normed) if model.qk_norm_after_rope else (normed, rotated):
         q, k = step(q, k)
@@ -205,17 +178,18 @@ def grouped_heads(p, h, model: ModelConfig, block: int):
         if model.qk_l2_norm:
             q, k = (norm(x, 1.0, model.rms_norm_eps) for x in (q, k))
     else:
-        reached = (np.arange(q.shape[1]) + 1) // model.attention.floor_scale
+        reached = (np.arange(q.shape[-2]) + 1) // model.attention.floor_scale
         q = q * (1 + model.attention.attn_scale * np.log(1 + reached))[:, None]
-    keys_and_values = rows_of((k, v))
-    for head, q_NK in enumerate(rows_of(q)):
-        yield q_NK, *keys_and_values[head * model.kv_heads // model.num_attention_heads]
+    for head in range(model.num_attention_heads):
+        group = head * model.kv_heads // model.num_attention_heads
+        yield q[head], k[group], v[group]
 
 
-def norm_all(x_HNK, scale_HK, eps):
+def norm_all(x_HBNK, scale_HK, eps):
     """All heads of a token as one vector."""
-    flat = x_HNK.swapaxes(0, 1).reshape(x_HNK.shape[1], -1)
-    return norm(flat, scale_HK.ravel(), eps).reshape(-1, *scale_HK.shape).swapaxes(0, 1)
+    x_BNHK = anp.moveaxis(x_HBNK, 0, -2)
+    flat = x_BNHK.reshape((*x_BNHK.shape[:-2], -1))
+    return anp.moveaxis(norm(flat, scale_HK.ravel(), eps).reshape(x_BNHK.shape), -2, 0)
 
 
 def latent_heads(p, h, model: ModelConfig, block: int):
@@ -224,11 +198,11 @@ def latent_heads(p, h, model: ModelConfig, block: int):
     eps = model.latent.rms_norm_eps or model.rms_norm_eps
     c_q = norm(h @ p["query_latent"], p["query_latent_norm"], eps) if model.latent.q_lora_rank else h
     c_kv = norm(h @ p["kv_latent"], p["kv_latent_norm"], eps)
-    for query, key, value in rows_of(tuple(p[name].swapaxes(0, 1) for name in ("query", "key", "value"))):
-        q = c_q @ query
-        q = jnp.concatenate([q[:, :plain], turned(q[:, plain:], model, block)], axis=-1)
-        k = jnp.concatenate([c_kv @ key, turned(h @ p["rope_key"], model, block)], axis=-1)
-        yield q, k, c_kv @ value
+    for head in range(model.num_attention_heads):
+        q = c_q @ p["query"][:, head]
+        q = anp.concatenate([q[..., :plain], turned(q[..., plain:], model, block)], axis=-1)
+        k = anp.concatenate([c_kv @ p["key"][:, head], turned(h @ p["rope_key"], model, block)], axis=-1)
+        yield q, k, c_kv @ p["value"][:, head]
 
 
 def to_fp8(x, name, axis):
@@ -236,44 +210,46 @@ def to_fp8(x, name, axis):
 
     Halfway between two powers, the odd one.
     """
-    dtype, highest = {"e4m3": (jnp.float8_e4m3fn, 8), "e5m2": (jnp.float8_e5m2, 15)}[name]
+    dtype, highest = {"e4m3": (ml_dtypes.float8_e4m3fn, 8), "e5m2": (ml_dtypes.float8_e5m2, 15)}[name]
     x = np.asarray(x, np.float64)
     largest = np.abs(x).max(axis, keepdims=True)
     largest = np.where(largest, largest, 1)
     power = np.ceil(np.log2(largest / 1.5))
     power += (largest == 1.5 * 2**power) & (power % 2 == 0)
     scale = 2 ** (power - highest)
-    return jnp.asarray((x / scale).astype(dtype).astype(np.float64) * scale, jnp.float32)
+    return (x / scale).astype(dtype).astype(np.float64) * scale
 
 
-@jax.custom_vjp
+@primitive
 def fp8_product(x, w):
     return to_fp8(x, "e4m3", -1) @ to_fp8(w, "e4m3", None)
 
 
-def _fp8_product_back(saved, dy):
-    x, w = saved
-    dy = to_fp8(dy, "e5m2", -1)
-    return dy @ to_fp8(w, "e4m3", None).T, to_fp8(x, "e4m3", -1).T @ dy
+def to_fp8_back(dy):
+    return to_fp8(dy, "e5m2", -1)
 
 
-fp8_product.defvjp(lambda x, w: (fp8_product(x, w), (x, w)), _fp8_product_back)
+defvjp(
+    fp8_product,
+    lambda y, x, w: lambda dy: to_fp8_back(dy) @ to_fp8(w, "e4m3", None).T,
+    lambda y, x, w: lambda dy: to_fp8(x, "e4m3", -1).T @ to_fp8_back(dy),
+)
 
 
-def mlp(p, x, product=jnp.matmul):
+def mlp(p, x, product=anp.matmul):
     def linear(x, name):
         return product(x, p[name]) + p.get(f"{name}_bias", 0.0)
 
     up = linear(x, "squared_up" if "squared_up" in p else "up")
     if "squared_up" in p:
-        hidden = jnp.where(up > 0, up, 0) ** 2
+        hidden = anp.where(up > 0, up, 0) ** 2
     elif "clipped_gate" in p:
-        gate, up = jnp.minimum(linear(x, "clipped_gate"), 7.0), jnp.maximum(jnp.minimum(up, 7.0), -7.0)
-        hidden = gate / (1 + jnp.exp(-1.702 * gate)) * (up + 1)
+        gate, up = anp.minimum(linear(x, "clipped_gate"), 7.0), anp.maximum(anp.minimum(up, 7.0), -7.0)
+        hidden = gate / (1 + anp.exp(-1.702 * gate)) * (up + 1)
     else:
-        hidden = jax.nn.silu(linear(x, "gate")) * up if "gate" in p else jax.nn.gelu(up)
+        hidden = silu(linear(x, "gate")) * up if "gate" in p else gelu(up)
     y = linear(hidden, "down")
-    return y / (1 + jnp.exp(-x @ p["token_gate"])) if "token_gate" in p else y
+    return y / (1 + anp.exp(-x @ p["token_gate"])) if "token_gate" in p else y
 
 
 def keep_in_buffer(expert_Tk, moe: MoEConfig, buffer):
@@ -301,7 +277,7 @@ def keep(chosen_TE, moe: MoEConfig, prob_TE=None):
     used, kept = np.zeros(moe.num_experts, int), np.zeros_like(chosen_TE)
     order = range(tokens)
     if moe.gate == "batch_prioritised":
-        order = np.argsort(-np.asarray(jax.lax.stop_gradient(prob_TE)).max(-1), kind="stable")
+        order = np.argsort(-fixed(prob_TE).max(-1), kind="stable")
     for token in order:
         for expert in np.flatnonzero(chosen_TE[token]):
             kept[token, expert] = used[expert] < slots
@@ -340,12 +316,12 @@ def moe_layer(
     them. It is which tokens do not, and their share of all tokens of the batch that this is a part of.
     """
     of_devices = shares(len(h_TD), sources, sequences, tensor, context)
-    out = sum(mlp(p[name], h_TD) for name in ("shared", "dense") if name in p) + jnp.zeros_like(h_TD)
+    out = sum(mlp(p[name], h_TD) for name in ("shared", "dense") if name in p) + np.zeros(h_TD.shape)
 
     experts = rows_of(p["experts"])
 
     def run_expert(expert: int, x):
-        return mlp(experts[expert], x, fp8_product if moe.expert_matmuls == "fp8" else jnp.matmul)
+        return mlp(experts[expert], x, fp8_product if moe.expert_matmuls == "fp8" else anp.matmul)
 
     dropped = 0
     if moe.gate == "softmoe":
@@ -356,7 +332,7 @@ def moe_layer(
         weight_TE, prob_TE, chosen_TE, kept_TE, logit_TE = token_choice(
             p, h_TD, moe, of_devices, shares(len(h_TD), sequences, sequences, tensor, context), draws, buffer, text
         )
-        weight_TE = jnp.where(kept_TE, weight_TE, 0)
+        weight_TE = anp.where(kept_TE, weight_TE, 0)
         weight_ET1 = rows_of(weight_TE.T[:, :, None])
         if moe.apply_probs_on_input:
             kept_ET1 = kept_TE.T[:, :, None]
@@ -366,7 +342,7 @@ def moe_layer(
         count_E, dropped = chosen_TE.sum(0), (chosen_TE & ~kept_TE).sum()
     z_loss = 0.0
     if logit_TE is not None:
-        square_T = jax.nn.logsumexp(logit_TE, axis=-1) ** 2
+        square_T = anp.log(anp.exp(logit_TE).sum(axis=-1)) ** 2
         z_loss = (square_T if text is None else square_T * text.is_text_T / text.share).mean()
     if text is not None:
         prob_TE = prob_TE * text.is_text_T[:, None] / text.share
@@ -376,15 +352,16 @@ def moe_layer(
 def load_balance(choices, counts_ME, moe: MoEConfig, sequences: int):
     """The loss of all blocks, from (chosen, probabilities) [T, E] of each."""
     if moe.load_balancing_type == "pooled":
-        probs = jnp.concatenate([prob_TE for _, prob_TE in choices])
+        probs = anp.concatenate([prob_TE for _, prob_TE in choices])
         return moe.num_experts * (counts_ME.sum(0) / counts_ME.sum() * probs.mean(0)).sum()
     total = 0.0
     for (chosen_TE, prob_TE), count_E in zip(choices, counts_ME, strict=True):
         if moe.load_balancing_type == "batch":
             total += moe.num_experts * (count_E / count_E.sum() * prob_TE.mean(0)).sum()
             continue
-        for own, prob in zip(np.split(chosen_TE, sequences), jnp.split(prob_TE, sequences), strict=True):
-            total += moe.num_experts * (own.sum(0) / max(own.sum(), 1) * prob.mean(0)).sum() / sequences
+        prob_BNE = prob_TE.reshape((sequences, -1, moe.num_experts))
+        for own, prob_NE in zip(np.split(chosen_TE, sequences), prob_BNE, strict=True):
+            total += moe.num_experts * (own.sum(0) / max(own.sum(), 1) * prob_NE.mean(0)).sum() / sequences
     return total
 
 
@@ -453,22 +430,20 @@ def objective(
     x = model.embedding_multiplier * params["embedding"][token_BN1[:, :-1]]
     added = model.residual_multiplier
     choices, z_losses, dropped, counts_ME, largest_LH = [], 0.0, [], np.zeros((0, 0), int), []
-    period = math.lcm(model.attention.full_every or 1, model.attention.nope_every or 1)
     for block, p in enumerate(block_params(params, model)):
         if block == model.num_layers:
             decoded, x = x, mtp_input(p["mtp_input"], x, token_BN1, params, model)
-        # that of multi-token prediction is the highest one's; those that are alike share a program
-        view = min(block, model.num_layers - 1) % period
+        view = min(block, model.num_layers - 1)  # that of multi-token prediction is the highest one's
 
         def each(function, x, p=p, view=view):
             def run(x_BND):
-                return of_sequences(function, p["attention"], x_BND, attention_alone(model), view)
+                return function(p["attention"], x_BND, model, view)
 
             return run(x) if end_of_text is None else by_document(run, x, token_BN1, end_of_text)
 
         y = each(attention, x)
         if qk_clips:
-            largest_TH = each(largest_logits, jax.lax.stop_gradient(x)).reshape(x.shape[0] * x.shape[1], -1)
+            largest_TH = each(largest_logits, fixed(x)).reshape(x.shape[0] * x.shape[1], -1)
             largest_LH.append((largest_TH if text is None else largest_TH[text.is_text_T]).max(axis=0))
         x = x + added * y
         if "norm" not in p:  # a block without an MLP or experts
@@ -478,7 +453,7 @@ def objective(
             x = x + added * mlp(p["mlp"], h)
             continue
         y, choice, z_loss, count_E, lost = moe_layer(
-            *(p["moe"], h.reshape(-1, h.shape[-1]), model.moe, sources, len(x)),
+            *(p["moe"], h.reshape((-1, h.shape[-1])), model.moe, sources, len(x)),
             *(Draws(id_T, place_T, block, seed_and_step, record_LGk), buffer, tensor, context, text),
         )
         x = x + added * y.reshape(x.shape)
@@ -490,20 +465,20 @@ def objective(
     mtp_loss = 0.0
     if model.num_nextn_predict_layers:
         logits = norm(x, params["mtp_norm"], model.rms_norm_eps) @ head / model.logits_scaling + bias
-        picked = jnp.take_along_axis(jax.nn.log_softmax(logits)[:, :-1], token_BN1[:, 2:, None], axis=-1)
+        picked_BN = picked(logits[:, :-1], token_BN1[:, 2:])
         is_counted = np.ones(token_BN1[:, 2:].shape)
         if end_of_text is not None:
             is_counted = (token_BN1[:, :-2] != end_of_text) & (token_BN1[:, 1:-1] != end_of_text)
         if text is not None:
             is_counted = is_counted & text.is_text_BN1[:, 2:]
-        mtp_loss, x = -(picked[..., 0] * is_counted).mean() / mtp_share, decoded
+        mtp_loss, x = -(picked_BN * is_counted).mean() / mtp_share, decoded
     logits = block_norm(params, x, model) @ head / model.logits_scaling + bias
-    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), token_BN1[:, 1:, None], axis=-1)
+    picked_BN = picked(logits, token_BN1[:, 1:])
     is_counted = np.ones(token_BN1[:, 1:].shape) if end_of_text is None else token_BN1[:, :-1] != end_of_text
     if text is not None:
         is_counted = is_counted & text.is_text_BN1[:, 1:]
-    cross_entropy = -(picked[..., 0] * is_counted).mean() / counted_share
-    z_loss = (jnp.log(jnp.exp(logits).sum(-1)) ** 2 * is_counted).mean() / counted_share
+    cross_entropy = -(picked_BN * is_counted).mean() / counted_share
+    z_loss = (anp.log(anp.exp(logits).sum(-1)) ** 2 * is_counted).mean() / counted_share
     head_loss = cross_entropy + z_loss_multiplier * z_loss + mtp_weight * mtp_loss
     loss = head_loss + model.moe.aux_loss_coeff * balances + model.moe.z_loss_coeff * z_losses
     return loss, {
@@ -514,8 +489,13 @@ def objective(
         "num_dropped_M": np.array(dropped, np.float32),
         "z_loss": z_loss,
         **({"mtp_loss": mtp_loss} if model.num_nextn_predict_layers else {}),
-        **({"largest_LH": jax.lax.stop_gradient(jnp.stack(largest_LH))} if qk_clips else {}),
+        **({"largest_LH": np.stack(largest_LH)} if qk_clips else {}),
     }
+
+
+def picked(logits_BNV, token_BN):
+    """The logarithms of the shares of these tokens."""
+    return log_softmax(logits_BNV)[(*np.indices(token_BN.shape), token_BN)]
 
 
 def mtp_input(p, x_BND, token_BN1, params, model: ModelConfig):

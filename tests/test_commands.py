@@ -149,7 +149,7 @@ def test_validation_loss_is_the_mean_cross_entropy_of_the_reference(output):
         rows=[range(config.train.batch_size)],
     )
     no_auxiliary = dataclasses.replace(config.model.moe, aux_loss_coeff=0.0, z_loss_coeff=0.0)
-    model, params = dataclasses.replace(config.model, moe=no_auxiliary), trained_params()
+    model, params = dataclasses.replace(config.model, moe=no_auxiliary), jax.device_get(trained_params())
     losses = [references.objective(params, batch, model, sources=1)[0] for batch in batches]
     assert len(losses) > 0
     validated = [record for record in records() if "validation_loss" in record]

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import autograd.numpy as anp
 import chex
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from moe_jax.models.grouped_products import GROUPED_PRODUCTS
 from moe_jax.models.layers import EACH, ONE
 from moe_jax.parallel.eight_bits import quantize
 from moe_jax.step.scheduled.jaxpr_utils import inlined
+from tests.numpy_gradients import value_and_grad
 from tests.references import fp8_product, to_fp8
 
 L, ROWS, D, F = 3, 16, 10, 6
@@ -55,9 +57,16 @@ def test_a_row_that_is_not_finite_is_reported_and_no_other(bad):
     assert np.isnan(found.wide() * found.scale).tolist() == [[False] * 4, [True] * 4, [False] * 4]
 
 
-def of_groups(x, w, groups):
-    """The reference: one group of rows after another."""
-    return jnp.concatenate([fp8_product(x[rows], w_DF) for rows, w_DF in zip(groups, w, strict=True)])
+def by_reference(x, w, dy, groups):
+    """One group of rows after another, and the gradients."""
+
+    def weighed(operands):
+        x, w = operands
+        y = anp.concatenate([fp8_product(x[rows], w[number]) for number, rows in enumerate(groups)])
+        return (y * np.asarray(dy, np.float64)).sum(), y
+
+    (_, y), grads = value_and_grad(weighed)((x, w))
+    return y, *grads
 
 
 def with_gradients(function, x, w, dy):
@@ -82,8 +91,7 @@ def test_products_and_gradients_are_those_of_rounded_operands(name, dtype):
         return product.multiply(x, w, *product.groups)
 
     found = [each.astype(jnp.float32) for each in jax.jit(lambda *a: with_gradients(fast, *a))(x, w, dy)]
-    wide = (each.astype(jnp.float32) for each in (x, w, dy))
-    expected = with_gradients(lambda x, w: of_groups(x, w, groups), *wide)
+    expected = by_reference(x, w, dy, groups)
     # sums in another order; in bfloat16 their result is rounded
     for one, other in zip(found, expected, strict=True):
         largest = np.abs(other).max(axis=-1, keepdims=True)

@@ -72,6 +72,6 @@ def test_the_largest_logits_are_the_references(
     if documents:
         ends = [[9, 20], [17, LENGTH]]
         pieces = [x[row, a:b] for row in (0, 1) for a, b in zip(begins[row], ends[row], strict=True)]
-    expected = np.max([references.largest_logits(p, piece, model, 0).max(axis=0) for piece in pieces], axis=0)
+    expected = np.max([references.largest_logits(p, piece[None], model, 0)[0].max(axis=0) for piece in pieces], axis=0)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     assert not differs.any(), "no gradient goes through them"

@@ -25,6 +25,7 @@ from moe_jax.step.losses import ObjectiveParts
 from moe_jax.step.trainer import Trainer
 from tests import references
 from tests.compiled import run_checked
+from tests.numpy_gradients import value_and_grad
 from tests.small import first_params, small_config, tokens_of
 
 
@@ -75,10 +76,10 @@ def reference_gradients(
     context: int,
     seed_and_step: tuple[int, int] | None = None,
 ) -> tuple[Any, ObjectiveParts, Any]:
-    """Loss, its parts and gradients of the reference. Not under jit: numpy decides which pairs are kept."""
+    """Loss, its parts and gradients of the reference."""
     config = small_config(1, 1, batch_size=batch_size, seq_len=seq_len)
     config = dataclasses.replace(config, model=model)
-    run = jax.value_and_grad(references.objective, has_aux=True)
+    run = value_and_grad(references.objective)
     (loss, parts), grads = run(
         first_params(model), tokens_of(config), model, sources, buffer, tensor, context, seed_and_step
     )

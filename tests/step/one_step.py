@@ -22,6 +22,7 @@ from moe_jax.step.trainer import Trainer, make_trainer
 from tests import references
 from tests.compiled import run_checked
 from tests.muon_reference import first_update
+from tests.numpy_gradients import value_and_grad
 from tests.small import tokens_of
 from tests.step.gradients import mesh_of, state_with
 from tests.step.test_migration import moved, random_slots
@@ -233,17 +234,16 @@ def clipped(params: Any, largest_LH: np.ndarray, config: Config) -> Any:
 
 
 def _of_part(config: Config, sequence_b: np.ndarray) -> tuple[dict[str, Any], Any]:
-    """Not under jit: numpy decides which pairs are kept."""
     model, buffer, sizes = config.model, None, config.mesh.sizes
     if model.moe.sends_sized_rows and config.exchange.rank_capacity_factor is not None:
         buffer = config.exchange.rank_capacity_factor, config.mesh.expert_ranks(sizes)
-    (loss, rest), grads = jax.value_and_grad(references.objective, has_aux=True)(
+    (loss, rest), grads = value_and_grad(references.objective)(
         *(some_params(model), tokens_of(config)[sequence_b], model, _sources(config), buffer),
         *(sizes["tensor"], sizes["context"], (config.train.seed, STEP), sequence_b),
         *(config.train.z_loss_multiplier, *_documents(config, sequence_b)),
         *(_mtp_weight(config.train), _mtp_share(config), config.optimizer.qk_clip is not None, *record_of(config)),
     )
-    return jax.device_get(rest | {"loss": loss}), jax.device_get(grads)
+    return rest | {"loss": loss}, grads
 
 
 def _documents(config: Config, sequence_b: np.ndarray) -> tuple[int | None, float, references.Text | None]:
