@@ -185,6 +185,8 @@ class FolderLock:
             with contextlib.suppress(OSError), _opened(self._path) as file:  # a full disk, or a deleted folder
                 holder = _holder(file)
                 if self._ends.is_set():
+                    if holder is None:  # released while this waited for the file, which it has created again
+                        self._path.unlink(missing_ok=True)
                     return
                 if holder is not None and not holder.is_same(self._own):
                     self._lost_to = holder

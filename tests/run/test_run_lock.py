@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -265,3 +266,14 @@ def test_a_lock_beats_and_comes_back_when_it_is_deleted(tmp_path: Path, monkeypa
                 beats = holder_of(tmp_path).beats
             time.sleep(0.01)
         lock.check()
+
+
+def test_a_heartbeat_at_the_end_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_lock, "BEAT_S", 0)
+    before = set(threading.enumerate())
+    for _ in range(100):
+        with FolderLock(tmp_path):
+            pass
+        for thread in set(threading.enumerate()) - before:
+            thread.join()
+        assert not [*tmp_path.iterdir()]
