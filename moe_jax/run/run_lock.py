@@ -117,6 +117,7 @@ class FolderLock:
         self._own = Holder.this_process()
         self._lost_to: Holder | None = None
         self._ends = threading.Event()
+        self._beating = threading.Thread(target=self._beat, daemon=True)
         self._closing = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -130,11 +131,12 @@ class FolderLock:
                     f"log.dir={self._folder} cannot be written ({error.strerror}): name another folder"
                 ) from None
             self._closing = closing.pop_all()
-        threading.Thread(target=self._beat, daemon=True).start()
+        self._beating.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._ends.set()
+        self._beating.join()  # a heartbeat would create the file again
         with self._closing, contextlib.suppress(OSError), _opened(self._path) as file:
             if (holder := _holder(file)) is None or holder.is_same(self._own):
                 self._path.unlink()
@@ -184,10 +186,6 @@ class FolderLock:
             beats += 1
             with contextlib.suppress(OSError), _opened(self._path) as file:  # a full disk, or a deleted folder
                 holder = _holder(file)
-                if self._ends.is_set():
-                    if holder is None:  # released while this waited for the file, which it has created again
-                        self._path.unlink(missing_ok=True)
-                    return
                 if holder is not None and not holder.is_same(self._own):
                     self._lost_to = holder
                     return
