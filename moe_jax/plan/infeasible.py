@@ -75,7 +75,7 @@ def _first_to_mend(search: PlanSearch, refused: Sequence[Refused]) -> Refused:
             return own
     axes = [name for name in search.draft.open if name.startswith("mesh.")]
     general = (each for each in with_other_batch if not any(f"{axis}=" in each.reason for axis in axes))
-    return next(general, with_other_batch[0])
+    return next(general, (with_other_batch or refused)[0])
 
 
 def _with_large_batch(draft: Draft, cluster: Cluster) -> Draft:
