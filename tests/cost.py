@@ -44,7 +44,7 @@ class Spent:
         self._next_drop = MOST_PROGRAMS
 
     def drop_programs(self) -> None:
-        """What jax holds of programs, if there are many new ones; what is left is never looked at again."""
+        """Those that jax alone holds, if there are many new ones; the garbage collector skips all that is left."""
         if self._events["programs"] >= self._next_drop:
             self._next_drop = self._events["programs"] + MOST_PROGRAMS
             jax.clear_caches()
