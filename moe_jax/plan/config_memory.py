@@ -8,7 +8,7 @@ from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.memory import StepMemory, moments_of, step_memory
 from moe_jax.plan.stage_parameters import stage_parameters_of
 
-_LEFT = 0.06  # share of a device's memory for the runtime and errors of the estimate
+LEFT_FREE = 0.06  # share of a device's memory for the runtime and errors of the estimate
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ConfigMemory:
     def has_room(self, num_bytes: float) -> bool:
         """Whether a device has room for so much estimated memory."""
         limit = self.cluster.device.memory_bytes
-        return limit is None or self.factor * num_bytes <= limit * (1 - _LEFT)
+        return limit is None or self.factor * num_bytes <= limit * (1 - LEFT_FREE)
 
 
 _other_sections = operator.attrgetter(

@@ -11,6 +11,7 @@ from moe_jax.config.validate import setting
 from moe_jax.errors import UserError
 from moe_jax.plan.candidates import Reason, Refused, mesh_text, meshes, on_meshes
 from moe_jax.plan.clusters import Cluster, find_cluster
+from moe_jax.plan.config_memory import LEFT_FREE
 from moe_jax.plan.memory import parameter_bytes
 from moe_jax.plan.rank_capacity import with_smaller_buffers
 from moe_jax.plan.resources import count_parameters
@@ -46,7 +47,8 @@ def _largest(search: PlanSearch, base: Config, limit: float) -> Reason:
         f"needs {needed / 1e9:.1f} of {limit / 1e9:.1f} GB at least, "
         f"{memory.parts[largest] / 1e9:.1f} of them {largest}"
     )
-    return Reason(text, needed)
+    free = "" if needed > limit else f", and plans leave {LEFT_FREE:.0%} free"
+    return Reason(text + free, needed)
 
 
 def no_plan_message(search: PlanSearch, refused: list[Refused]) -> str:

@@ -1,6 +1,7 @@
 """What a plan reports if nothing is feasible: the reason, and the nearest change that would help."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -9,7 +10,7 @@ from moe_jax.config.draft import PLANNED, Draft, open_draft, sections_of
 from moe_jax.config.yaml_io import load_draft
 from moe_jax.errors import UserError
 from moe_jax.plan.candidates import meshes
-from moe_jax.plan.clusters import find_cluster
+from moe_jax.plan.clusters import Cluster, find_cluster
 from moe_jax.plan.planner import PlanError, plan
 
 H100S = find_cluster("h100x16")
@@ -40,6 +41,17 @@ def test_what_fits_nowhere_is_reported_in_one_line_with_a_cluster_where_it_would
 def test_what_fits_nowhere_is_reported_with_a_cluster_of_whole_nodes() -> None:
     with pytest.raises(PlanError, match=r"h100x\d+ has enough memory"):
         plan(draft_of(layers=96, intermediate_size=16384, batch_size=112), find_cluster("h100x7"))
+
+
+def test_memory_that_is_left_free_is_reported_where_the_rest_would_do() -> None:
+    def with_memory(gigabytes: float) -> Cluster:
+        return dataclasses.replace(H100S, device=dataclasses.replace(H100S.device, memory_bytes=int(1e9 * gigabytes)))
+
+    draft, needs = draft_of(layers=32, batch_size=4096), "needs 2.0 of {} GB at least, 0.9 of them optimizer{}"
+    for gigabytes, free in ((1.8, ""), (2.0, ", and plans leave 6% free")):
+        with pytest.raises(PlanError, match=re.escape(needs.format(gigabytes, f"{free})"))):
+            plan(draft, with_memory(gigabytes))
+    assert plan(draft, with_memory(2.2)).ranked
 
 
 def test_what_would_fit_with_more_settings_open_is_reported() -> None:
