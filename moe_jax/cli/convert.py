@@ -20,7 +20,6 @@ from moe_jax.checkpoint.load import load_params
 from moe_jax.checkpoint.save import Checkpoints, check_room
 from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages
-from moe_jax.config.validate import check_expert_split
 from moe_jax.config.yaml_io import config_from, load_config, to_yaml
 from moe_jax.convert.files import DTYPES
 from moe_jax.convert.hf_config import FILE, read_config
@@ -34,7 +33,7 @@ from moe_jax.files.local_copy import local_path
 from moe_jax.files.places import all_uploaded_or_nothing, check_is_empty, output_folder, place, place_of
 from moe_jax.measure.provenance import versions
 from moe_jax.models.parameters import in_order, param_dims, stored_shapes
-from moe_jax.parallel.mesh import expert_axis, make_mesh, one_device_mesh
+from moe_jax.parallel.mesh import expert_axis, make_mesh, one_device_mesh, with_sizes_of
 from moe_jax.parallel.sharding import REPLICATED, partitions
 from moe_jax.paths import shown
 from moe_jax.run.export_tokenizer import byte_tokenizer_of, special_tokens_of
@@ -95,7 +94,7 @@ def _import(arguments: argparse.Namespace) -> None:
     processes.initialize(processes.options_from(arguments), config.mesh.cpu_devices)
     with fail_fast():
         mesh = make_mesh(config.mesh)
-        check_expert_split(config, mesh.shape)
+        with_sizes_of(mesh, config)  # checks them
         check_source(config)
         placed = partitions(param_dims(config.model), expert_axis(config.mesh))
         shapes = jax.tree.map(

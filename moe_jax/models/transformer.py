@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.config import AttentionView, Config, ModelConfig, MoEConfig
 from moe_jax.config.attention_kernels import Capability, kernel_of
 from moe_jax.config.layer_layout import Segment, decoder_segments, segments
-from moe_jax.config.validate import check_context_split, check_node_split, check_rank_speeds, check_tensor_split
+from moe_jax.config.validate import check_node_split
 from moe_jax.distributed.hosts import hosts
 from moe_jax.models import hot_experts
 from moe_jax.models import moe as moe_layer
@@ -43,7 +43,7 @@ from moe_jax.models.moe import RouterContext, RouterStats, run_experts
 from moe_jax.models.mtp import mtp_input
 from moe_jax.parallel.all_to_all import BY_NODE, check_exchange
 from moe_jax.parallel.gathered_params import save_all_but_gathered
-from moe_jax.parallel.mesh import Axes, Axis, expert_axis
+from moe_jax.parallel.mesh import Axes, Axis, expert_axis, with_sizes_of
 from moe_jax.parallel.ranks import Ranks, ranks_per_node
 from moe_jax.parallel.sequence_shards import tp_all_gather, tp_reduce_scatter
 from moe_jax.parallel.tensor_dispatch import WHOLE_EXPERTS, DispatchRoute
@@ -98,20 +98,18 @@ class ComputeConfig:
     @classmethod
     def of(cls, config: Config, mesh: jax.sharding.Mesh) -> "ComputeConfig":
         """Return the computation that a config asks for on the devices of a mesh. Raises ConfigError."""
+        config = with_sizes_of(mesh, config)
         capability, platform = capability_of(mesh.devices.flat[0]), mesh.devices.flat[0].platform
         if config.model.moe.num_experts:
             for lookup in (gate_of, dispatcher_of, hooks_of):
                 lookup(config.model.moe)  # raises ConfigError now if the name is invalid
         platform = "gpu" if platform in ("cuda", "rocm") else platform
-        check_tensor_split(config, mesh.shape[Axis.TENSOR])
-        check_context_split(config, mesh.shape[Axis.CONTEXT], mesh.shape[Axis.TENSOR])
         size, per_node = config.mesh.expert_ranks(mesh.shape), config.exchange.ranks_per_node
         if per_node is None:
             dims = map(mesh.axis_names.index, config.mesh.expert_axes)
             per_node = ranks_per_node(mesh.devices, *dims, hosts=hosts())
         node = ranks_per_node(mesh.devices, *range(mesh.devices.ndim), hosts=hosts())
-        check_node_split(per_node, config.mesh, mesh.shape)
-        check_rank_speeds(config, mesh.shape)
+        check_node_split(per_node, config.mesh)
         shared_by = config.mesh.expert_tensor_ranks(mesh.shape)
         exchange = exchange_of(config, platform, shared_by)
         if exchange in BY_NODE and per_node in (1, size):  # nothing to gain

@@ -1,5 +1,6 @@
 """The named device mesh. Only this module defines the names of the axes and their order."""
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -121,6 +122,14 @@ def make_mesh(settings: config.MeshConfig, devices: Sequence[jax.Device] | None 
             "use other sizes, or a slice of another shape"
         ) from None
     return jax.sharding.Mesh(placed, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def with_sizes_of(mesh: jax.sharding.Mesh, settings: config.Config) -> config.Config:
+    """Return the config with the sizes of a mesh in place of -1. Raises ConfigError if other settings forbid them."""
+    if settings.mesh.sizes == mesh.shape:
+        return settings
+    sizes = {str(axis): size for axis, size in mesh.shape.items()}
+    return dataclasses.replace(settings, mesh=dataclasses.replace(settings.mesh, **sizes))
 
 
 def one_device_mesh() -> jax.sharding.Mesh:

@@ -21,7 +21,7 @@ from moe_jax.checkpoint.latest import agreed_record
 from moe_jax.checkpoint.load import damage_message, load_step
 from moe_jax.config import Config, DataConfig, MigrationConfig
 from moe_jax.config.layer_layout import Stages
-from moe_jax.config.validate import check_batch_split, check_expert_split
+from moe_jax.config.validate import check_batch_split
 from moe_jax.config.yaml_io import load_config
 from moe_jax.data.evaluation import Batch, all_batches, spread_batches, text_bytes, text_samples
 from moe_jax.data.mixture import Mixture
@@ -34,7 +34,7 @@ from moe_jax.distributed.processes import is_main_process
 from moe_jax.errors import CheckpointError, ConfigError, UserError
 from moe_jax.files.places import place_of
 from moe_jax.models.parameters import in_order, stored, stored_shapes
-from moe_jax.parallel.mesh import batch_shards, make_mesh
+from moe_jax.parallel.mesh import batch_shards, make_mesh, with_sizes_of
 from moe_jax.parallel.trees import Params
 from moe_jax.run.choose_exchange import with_fastest_exchange
 from moe_jax.run.choose_grouped_matmul import with_fastest_product
@@ -133,7 +133,7 @@ class Checkpoint:
         config = dataclasses.replace(config, optimizer=optimizer, migration=MigrationConfig())
         check_same_run(config, run, ignore_data_order=True, ignore_stages=True)
         mesh = make_mesh(config.mesh)
-        check_expert_split(config, mesh.shape)
+        with_sizes_of(mesh, config)  # checks them
         check_batch_split(config, batch_shards(mesh))
         config = with_fastest_product(with_fastest_exchange(config, mesh), mesh)
         shapes = evaluated(make_trainer(config_at(config, 1), mesh).state_shapes)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from moe_jax.checkpoint.checksums import ReplicasError, agreed_digests, digest_program
 from moe_jax.checkpoint.replicas.plan import SafetyPlan, safety_plan
 from moe_jax.config import Config
-from moe_jax.config.validate import check_batch_split, check_expert_split, check_sharding_axes
+from moe_jax.config.validate import check_batch_split
 from moe_jax.config.yaml_io import to_yaml
 from moe_jax.data.loader import Batches, train_batches
 from moe_jax.data.mixture import Mixture
@@ -30,7 +30,7 @@ from moe_jax.files.atomic import write_atomically
 from moe_jax.files.local_copy import local_path
 from moe_jax.measure.provenance import PROVENANCE, STEP_PROGRAM, provenance, versions
 from moe_jax.measure.targets import Target
-from moe_jax.parallel.mesh import batch_shards, make_mesh
+from moe_jax.parallel.mesh import batch_shards, make_mesh, with_sizes_of
 from moe_jax.parallel.sharding import BATCH_SPEC
 from moe_jax.plan.clusters import Cluster
 from moe_jax.run.capacity_schedule import CapacityChange, capacity_changes
@@ -130,9 +130,8 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
     damaged = dict(damaged or {})
     switch_off_pgle()
     mesh = make_mesh(config.mesh)
-    check_expert_split(config, mesh.shape)
+    with_sizes_of(mesh, config)  # checks them
     check_batch_split(config, batch_shards(mesh))
-    check_sharding_axes(config.optimizer, mesh.shape)
     check_wandb(config.log.wandb_project)
     check_goodput(config.log.goodput_job)
     config = with_fastest_product(with_fastest_exchange(config, mesh), mesh)

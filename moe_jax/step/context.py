@@ -24,7 +24,7 @@ from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel import zero
 from moe_jax.parallel.gathered_params import ExpertGather, gather_in_order, gathers_of
 from moe_jax.parallel.grad_sync import sum_over_batch
-from moe_jax.parallel.mesh import expert_axis
+from moe_jax.parallel.mesh import expert_axis, with_sizes_of
 from moe_jax.parallel.ordering import depend_on
 from moe_jax.parallel.sequence_shards import LocalTokens, local_tokens
 from moe_jax.parallel.sharding import partitions
@@ -50,6 +50,7 @@ class StepContext:
     @classmethod
     def of(cls, config: Config, mesh: Mesh) -> "StepContext":
         """Build the context for a config on a mesh. Raises ConfigError."""
+        config = with_sizes_of(mesh, config)
         dims, compute, shard_specs = (
             param_dims(config.model),
             ComputeConfig.of(config, mesh),

@@ -20,6 +20,7 @@ from moe_jax.models.placement import by_slot, first_experts
 from moe_jax.parallel import background
 from moe_jax.parallel.grad_sync import sum_over_batch
 from moe_jax.parallel.host_memory import check_host_memory
+from moe_jax.parallel.mesh import with_sizes_of
 from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, shard_random_init, shardings
 from moe_jax.parallel.trees import Params, Tree
 from moe_jax.schedule import schedule
@@ -84,6 +85,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     Batches are int32 [train.batch_size, data.seq_len + 1], sharded over the data and expert axes. Raises ConfigError or
     ScheduleError.
     """
+    config = with_sizes_of(mesh, config)
     context, kind = StepContext.of(config, mesh), step_kind(config, mesh)
     compute, stages = context.compute, context.stages
     param_shapes = stored_shapes(stages)

@@ -340,6 +340,12 @@ MESH = [
         "model.moe.num_experts=4 is not divisible by mesh.expert=8: use 8 experts, or mesh.expert=1, 2 or 4",
     ),
     (
+        "copies of experts that tensor ranks share, of which as many as devices are left",
+        "mesh.data=2 mesh.expert=2 mesh.tensor=-1 exchange.hot_experts=1 model.moe.capacity_factor=null",
+        "exchange.hot_experts=1 with mesh.tensor=2, whose ranks share each expert: use mesh.experts_over_tensor=true, "
+        "mesh.tensor=1, or exchange.hot_experts=0",
+    ),
+    (
         "experts over context ranks of which there is one",
         "mesh.experts_over_context=true",
         "mesh.experts_over_context=true cuts experts over context ranks, and mesh.context=1: "

@@ -11,14 +11,8 @@ from moe_jax.config.attention_kernels import check_attention_kernel
 from moe_jax.config.sections import DataConfig, Sections
 from moe_jax.config.validate.data import check_data, check_overrides
 from moe_jax.config.validate.hot_experts import check_hot_experts
-from moe_jax.config.validate.mesh import (
-    check_batch_split,
-    check_context_split,
-    check_expert_split,
-    check_mesh,
-    check_tensor_split,
-)
-from moe_jax.config.validate.migration import check_migration, check_rank_speeds
+from moe_jax.config.validate.mesh import check_batch_split, check_mesh
+from moe_jax.config.validate.migration import check_migration
 from moe_jax.config.validate.model import check_model, check_mtp
 from moe_jax.config.validate.optimizer import check_optimizer, check_qk_clip, check_sharding_axes
 from moe_jax.config.validate.pipeline import check_pipeline
@@ -32,15 +26,10 @@ from moe_jax.paths import SETTINGS, names_bucket, plain_path
 __all__ = [
     "check_batch_split",
     "check_config",
-    "check_context_split",
-    "check_expert_split",
     "check_mesh",
     "check_node_split",
     "check_overrides",
     "check_ranges",
-    "check_rank_speeds",
-    "check_sharding_axes",
-    "check_tensor_split",
     "nearest_multiples",
     "plain_setting",
     "setting",
@@ -58,7 +47,7 @@ def check_config(config: Sections) -> None:
     check_schedule(config)
     check_exchange(config)
     check_optimizer(config.optimizer, config.train.steps)
-    check_sharding_axes(config.optimizer, config.mesh.sizes)
+    check_sharding_axes(config)
     check_qk_clip(config.optimizer, config.model)
     check_data(config.data)
     check_training(config)

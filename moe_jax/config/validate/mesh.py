@@ -1,7 +1,6 @@
 """Rules for the mesh: sizes must divide evenly over the axes that shard them."""
 
 import math
-from collections.abc import Mapping
 
 from moe_jax.config.sections import MeshConfig, ModelConfig, Sections
 from moe_jax.errors import ConfigError, divisors_text, nearest_multiples
@@ -14,23 +13,21 @@ def check_mesh(config: Sections) -> None:
         if size < 1 and size != -1:
             raise ConfigError(f"mesh.{name}={size} must be at least 1, or -1 for all remaining devices")
     if sizes["tensor"] > 1:
-        check_tensor_split(config, sizes["tensor"])
+        _check_tensor_split(config, sizes["tensor"])
     if sizes["context"] > 1:
-        check_context_split(config, sizes["context"], max(sizes["tensor"], 1))
+        _check_context_split(config, sizes["context"], max(sizes["tensor"], 1))
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1:
         raise ConfigError(
             f"mesh.{free[0]} and mesh.{free[1]} are both -1, and only one axis can take the remaining devices: "
             f"set mesh.{free[0]}=1"
         )
-    check_expert_split(config, sizes)
-    check_tensor_tasks(config)
+    _check_expert_split(config)
+    _check_tensor_tasks(config)
 
 
-def check_tensor_split(config: Sections, ranks: int) -> None:
+def _check_tensor_split(config: Sections, ranks: int) -> None:
     """Raise ConfigError unless heads, hidden widths and sequences divide over `ranks` tensor ranks."""
-    if ranks == 1:
-        return
     divided = widths_over_tensor(config.model, config.mesh) | {"data.seq_len": config.data.seq_len}
     for name, size in divided.items():
         if size % ranks:
@@ -64,10 +61,8 @@ def widths_over_tensor(model: ModelConfig, mesh: MeshConfig) -> dict[str, int]:
     return divided
 
 
-def check_context_split(config: Sections, ranks: int, tensor_ranks: int) -> None:
+def _check_context_split(config: Sections, ranks: int, tensor_ranks: int) -> None:
     """Raise ConfigError unless a sequence divides into two pieces for each context rank, and each over tensor ranks."""
-    if ranks == 1:
-        return
     if config.model.has_delta_nets:
         raise ConfigError(
             f"model.delta_net.num_value_heads={config.model.delta_net.num_value_heads} and mesh.context={ranks}: the "
@@ -89,8 +84,9 @@ def check_context_split(config: Sections, ranks: int, tensor_ranks: int) -> None
         )
 
 
-def check_expert_split(config: Sections, sizes: Mapping[str, int]) -> None:
+def _check_expert_split(config: Sections) -> None:
     """Raise ConfigError unless experts divide over the ranks that shard them; axes of size -1 are not checked."""
+    sizes = config.mesh.sizes
     num_experts, others = config.model.moe.num_experts, [axis for axis in config.mesh.expert_axes if axis != "expert"]
     for axis in others:
         _check_shared(axis, num_experts, sizes[axis])
@@ -101,7 +97,7 @@ def check_expert_split(config: Sections, sizes: Mapping[str, int]) -> None:
         )
     if min(sizes[axis] for axis in config.mesh.expert_axes) == -1:
         return
-    ranks, text = config.mesh.expert_ranks(sizes), expert_ranks_text(config.mesh, sizes)
+    ranks, text = config.mesh.expert_ranks(sizes), expert_ranks_text(config.mesh)
     if num_experts == 0 and ranks > 1:
         raise ConfigError(f"{text} has no experts to hold (model.moe.num_experts=0): set mesh.expert=1")
     if num_experts % ranks:
@@ -113,7 +109,7 @@ def check_expert_split(config: Sections, sizes: Mapping[str, int]) -> None:
         )
 
 
-def check_tensor_tasks(config: Sections) -> None:
+def _check_tensor_tasks(config: Sections) -> None:
     """Raise ConfigError if gathers over tensor ranks are to be tasks of a schedule that the step does not have."""
     if config.exchange.tensor_form == "sharded_scheduled" and not config.step_facts.orders_tasks:
         raise ConfigError(
@@ -133,9 +129,9 @@ def _check_shared(axis: str, num_experts: int, ranks: int) -> None:
         )
 
 
-def expert_ranks_text(mesh: MeshConfig, sizes: Mapping[str, int]) -> str:
+def expert_ranks_text(mesh: MeshConfig) -> str:
     """Return the axes that shard experts, with their sizes, for a message."""
-    return " × ".join(f"mesh.{axis}={sizes[axis]}" for axis in mesh.expert_axes)
+    return " × ".join(f"mesh.{axis}={mesh.sizes[axis]}" for axis in mesh.expert_axes)
 
 
 def check_batch_split(config: Sections, batch_shards: int) -> None:

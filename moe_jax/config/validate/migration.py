@@ -1,7 +1,5 @@
 """Rules for migration: experts that move between ranks."""
 
-from collections.abc import Mapping
-
 from moe_jax.config.registry import DISPATCHER_FACTS
 from moe_jax.config.sections import MigrationConfig, Sections
 from moe_jax.config.validate.mesh import expert_ranks_text
@@ -74,15 +72,16 @@ def check_migration(config: Sections) -> None:
         )
 
 
-def check_rank_speeds(config: Sections, sizes: Mapping[str, int]) -> None:
-    """Raise ConfigError unless each expert rank of a mesh of these sizes has a speed; an open size is not checked."""
+def _check_rank_speeds(config: Sections) -> None:
+    """Raise ConfigError unless each expert rank has a speed; an open size is not checked."""
+    sizes = config.mesh.sizes
     speeds = config.migration.rank_speeds
     if speeds is None or min(sizes[axis] for axis in config.mesh.expert_axes) == -1:
         return
     ranks = config.mesh.expert_ranks(sizes)
     if len(speeds) != ranks:
         raise ConfigError(
-            f"{speeds_text(config.migration)} has {len(speeds)} speeds, and {expert_ranks_text(config.mesh, sizes)} "
+            f"{speeds_text(config.migration)} has {len(speeds)} speeds, and {expert_ranks_text(config.mesh)} "
             f"is {ranks} expert ranks: use {ranks} speeds, or migration.rank_speeds=null if they are equal"
         )
 
@@ -101,7 +100,7 @@ def _check_speeds(config: Sections) -> None:
             f"{text} with model.moe.capacity_factor={moe.capacity_factor}, which pads the experts of all ranks alike: "
             "use model.moe.capacity_factor=null, or migration.rank_speeds=null"
         )
-    check_rank_speeds(config, config.mesh.sizes)
+    _check_rank_speeds(config)
 
 
 def speeds_text(settings: MigrationConfig) -> str:

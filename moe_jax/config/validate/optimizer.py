@@ -3,11 +3,10 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
 
 from moe_jax.config.ranges import check_number
 from moe_jax.config.registry import OPTIMIZER_FACTS
-from moe_jax.config.sections import TOKEN_AXES, ModelConfig, OptimizerConfig, ParameterGroup
+from moe_jax.config.sections import TOKEN_AXES, ModelConfig, OptimizerConfig, ParameterGroup, Sections
 from moe_jax.config.validate.ranges import RANGES
 from moe_jax.errors import ConfigError, all_of
 
@@ -72,12 +71,12 @@ def _check_zero_axes(settings: OptimizerConfig) -> None:
         )
 
 
-def check_sharding_axes(settings: OptimizerConfig, sizes: Mapping[str, int]) -> None:
+def check_sharding_axes(config: Sections) -> None:
     """Raise ConfigError if the axes over which ZeRO shards have one rank each, though others have more.
 
-    `sizes` are those of the mesh; an axis of size -1 may have several ranks.
+    An axis of size -1 may have several ranks.
     """
-    axes = settings.zero_axes
+    axes, sizes = config.optimizer.zero_axes, config.mesh.sizes
     if axes is None or any(sizes[axis] != 1 for axis in axes):
         return
     if larger := [axis for axis in TOKEN_AXES if sizes[axis] != 1]:

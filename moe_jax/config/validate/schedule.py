@@ -1,7 +1,5 @@
 """Rules for schedules and exchanges, and for what they split."""
 
-from collections.abc import Mapping
-
 from moe_jax.config.layer_layout import MIN_ITERATIONS, segments
 from moe_jax.config.sections import MeshConfig, Sections
 from moe_jax.config.validate.mesh import expert_ranks_text
@@ -93,12 +91,12 @@ def _check_whole_batch(config: Sections) -> None:
     )
 
 
-def check_node_split(ranks_per_node: int, mesh: MeshConfig, sizes: Mapping[str, int]) -> None:
+def check_node_split(ranks_per_node: int, mesh: MeshConfig) -> None:
     """Raise ConfigError unless the ranks that shard experts divide into nodes."""
-    ranks = mesh.expert_ranks(sizes)
+    ranks = mesh.expert_ranks(mesh.sizes)
     if ranks % ranks_per_node:
         raise ConfigError(
-            f"exchange.ranks_per_node={ranks_per_node} does not divide {expert_ranks_text(mesh, sizes)}: "
+            f"exchange.ranks_per_node={ranks_per_node} does not divide {expert_ranks_text(mesh)}: "
             f"use {divisors_text(ranks)}"
         )
 
@@ -107,7 +105,7 @@ def check_exchange(config: Sections) -> None:
     """Raise ConfigError for an exchange that does not support the schedule, the gate or the hooks."""
     mesh, per_node = config.mesh, config.exchange.ranks_per_node
     if per_node is not None and min(mesh.sizes[axis] for axis in mesh.expert_axes) > 0:
-        check_node_split(per_node, mesh, mesh.sizes)
+        check_node_split(per_node, mesh)
     if not config.exchange.facts.ragged:
         return
     ragged = f"exchange.algorithm={config.exchange.algorithm}"
