@@ -18,6 +18,7 @@ from optax.contrib import scale_by_muon
 
 from moe_jax.config import Config, LatentConfig, OptimizerConfig
 from moe_jax.config.layer_layout import Stages
+from moe_jax.config.registry import OPTIMIZER_FACTS
 from moe_jax.config.yaml_io import load_config
 from moe_jax.models.parameters import in_order, param_dims, stored
 from moe_jax.plan.memory import step_memory
@@ -32,11 +33,14 @@ from tests.small import first_params, small_config
 from tests.step.gradients import mesh_of
 
 STEPS = 3
+OTHERS = {"beta1": 0.8, "beta2": 0.9, "momentum": 0.8, "newton_schulz_steps": 4}  # than the defaults
 LATENT = LatentConfig(kv_lora_rank=6, q_lora_rank=5, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=3)
 
 
 def config_with(name: str, config: Config, **settings: Any) -> Config:
-    """Steps that are large enough to see, none of them a warm-up."""
+    """Steps that are large enough to see, none of them a warm-up, with other settings than the defaults."""
+    known = OPTIMIZER_FACTS.of(name).settings
+    settings = {key: value for key, value in OTHERS.items() if key in known} | settings
     optimizer = OptimizerConfig(name=name, schedule="constant", warmup_steps=0, learning_rate=0.1, **settings)
     return dataclasses.replace(config, optimizer=optimizer)
 
@@ -67,7 +71,7 @@ def trained_once(config: Config) -> Any:
 
 
 class Reference:
-    """Muon of one matrix, and AdamW of one array of any other kind, in float64."""
+    """Muon of one matrix, AdamW of one array of any other kind, and Lion of any, in float64."""
 
     def __init__(self, settings: OptimizerConfig, shape: tuple[int, ...]):
         self.settings, self.mu, self.nu, self.count = settings, np.zeros(shape), np.zeros(shape), 0
@@ -84,6 +88,13 @@ class Reference:
         self.nu = s.beta2 * self.nu + (1 - s.beta2) * g**2
         mean, square = self.mu / (1 - s.beta1**self.count), self.nu / (1 - s.beta2**self.count)
         return p - s.learning_rate * (mean / (np.sqrt(square) + s.eps) + (s.weight_decay * p if decays else 0))
+
+    def lion(self, p: np.ndarray, g: np.ndarray, decays: bool) -> np.ndarray:
+        s, old = self.settings, self.mu
+        self.mu = s.beta2 * old + (1 - s.beta2) * g
+        return p - s.learning_rate * (
+            np.sign(s.beta1 * old + (1 - s.beta1) * g) + (s.weight_decay * p if decays else 0)
+        )
 
 
 # by the last names of their path: rows and columns of each matrix
@@ -127,6 +138,17 @@ def test_muon_is_its_definition_in_numpy() -> None:
     assert by_muon == 14
 
 
+def test_lion_is_its_definition_in_numpy() -> None:
+    config = config_with("lion", small_config(1, 1))
+    learned = dict(jax.tree.leaves_with_path(trained_once(config)[0]))
+    grads = [dict(jax.tree.leaves_with_path(random_grads(config, step))) for step in range(STEPS)]
+    for path, first in jax.tree.leaves_with_path(first_params(config.model)):
+        reference, new = Reference(config.optimizer, first.shape), first.astype(np.float64)
+        for each in grads:
+            new = reference.lion(new, each[path], decays="norm" not in jax.tree_util.keystr(path))
+        np.testing.assert_allclose(learned[path], new, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path))
+
+
 def test_muon_is_optaxs_once_its_momentum_is_not_corrected() -> None:
     """optax divides means of few gradients by the sum of their weights, Muon's authors do not: later both agree."""
     x, m = (jnp.asarray(np.random.default_rng(n).standard_normal((12, 20), np.float32)) for n in range(2))
@@ -149,6 +171,21 @@ def test_iterations_move_singular_values_to_1_and_leave_zeros() -> None:
         values = np.linalg.svd(unit_nrc[:2], compute_uv=False)
         assert ((values > 0.6) & (values < 1.3)).all()
         assert not unit_nrc[2].any()
+
+
+def test_products_of_muon_have_the_type_that_is_set() -> None:
+    params = {"up": jnp.ones((12, 20))}
+    grads = {"up": jnp.asarray(np.random.default_rng(0).standard_normal((12, 20), np.float32))}
+
+    def update(dtype: str, platform: str) -> np.ndarray:
+        settings = OptimizerConfig(name="muon", newton_schulz_dtype=dtype)
+        rule = OPTIMIZERS["muon"](settings, {"up": Parameter(("model", "hidden"))}, platform)
+        return np.asarray(rule.update(grads, rule.init(params), params, is_good=True)[0]["up"])
+
+    exact, rounded = update("auto", "cpu"), update("bfloat16", "cpu")
+    np.testing.assert_array_equal(update("float32", "tpu"), exact)
+    np.testing.assert_array_equal(update("auto", "tpu"), rounded)
+    assert 1e-4 < np.abs(rounded - exact).max() < 0.1
 
 
 @pytest.mark.parametrize("shape", [(12, 20), (9,)])
