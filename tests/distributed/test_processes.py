@@ -171,6 +171,7 @@ def test_auto_is_alone_on_a_plain_machine_at_once_and_without_a_socket(clear: py
 def test_a_slurm_job_of_one_task_is_alone(clear: pytest.MonkeyPatch) -> None:
     for name, value in (SLURM | {"SLURM_NTASKS": "1"}).items():
         clear.setenv(name, value)
+    clear.setattr(socket, "socket", None)  # nobody else is asked
     initialize(parse(), None)
 
 
