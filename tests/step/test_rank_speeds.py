@@ -4,7 +4,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from moe_jax.config.layer_layout import Stages
 from moe_jax.models.gates.choice import tokens_per_expert
@@ -13,15 +12,11 @@ from moe_jax.step.trainer import make_trainer
 from tests.small import small_config, tokens_of
 from tests.step.gradients import first_state, mesh_of
 from tests.step.test_migration import DROPLESS, migrating
-from tests.step.test_replicas import assert_copies_equal, in_order, placed, with_copies
+from tests.step.test_replicas import ACCUMULATED, assert_copies_equal, in_order, learning, placed, with_copies
 from tests.step.test_tensor_axis import UNIFIED
 
 SPEEDS = (1.0, 1.0, 0.5, 0.25)
-CASES = {
-    "accumulated": small_config(2, 4, grad_accumulation=2, batch_size=16, **DROPLESS),
-    "microbatches": small_config(2, 4, schedule=UNIFIED, batch_size=16, moe_layer_freq=1, **DROPLESS),
-    "pipeline stages": small_config(1, 4, pipeline=2, batch_size=16, grad_accumulation=2, moe_layer_freq=1, **DROPLESS),
-}
+MICROBATCHES = learning(small_config(2, 4, schedule=UNIFIED, batch_size=16, moe_layer_freq=1, **DROPLESS))
 
 
 def test_copies_take_tokens_in_proportion_to_the_speeds_of_their_ranks():
@@ -38,13 +33,13 @@ def test_copies_take_tokens_in_proportion_to_the_speeds_of_their_ranks():
     np.testing.assert_allclose(few_S[jnp.asarray([1, 2, 4])], [8, 4, 2], atol=1), "few tokens are shared so, too"
 
 
-@pytest.mark.parametrize("name", ["microbatches", "pipeline stages"])
-def test_fewer_experts_on_slow_ranks_train_the_same(name):
+def test_fewer_experts_on_slow_ranks_train_the_same():
     """From the first step on: losses, gradients (as first moments) and norms as with equally many on each rank.
 
     Both by one program, as a placement is data; the next test compares another one with a step without placement.
     """
-    config, mesh = CASES[name], mesh_of(CASES[name])
+    config = MICROBATCHES
+    mesh = mesh_of(config)
     uneven, equal = migrating(config, replicas=2, rank_speeds=SPEEDS), migrating(config, replicas=2)
     trainer = make_trainer(uneven, mesh)
     state, expected = trainer.init(), make_trainer(equal, mesh).init()
@@ -63,7 +58,8 @@ def test_fewer_experts_on_slow_ranks_train_the_same(name):
 
 
 def test_copies_that_share_by_speed_learn_the_same():
-    config, mesh = CASES["accumulated"], mesh_of(CASES["accumulated"])
+    config = ACCUMULATED
+    mesh = mesh_of(config)
     copied = migrating(config, replicas=1, rank_speeds=SPEEDS)
     trainer, plain = make_trainer(copied, mesh), make_trainer(config, mesh)
     expected = first_state(config, plain)
