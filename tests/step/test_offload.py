@@ -24,8 +24,8 @@ from moe_jax.step.optimizers.protocol import Parameter
 from moe_jax.step.trainer import Trainer, make_trainer
 from tests.compiled import run_checked
 from tests.small import small_config, tokens_of
-from tests.step.gradients import mesh_of
-from tests.step.test_optimizers import config_with, trained
+from tests.step.gradients import first_state, mesh_of
+from tests.step.test_optimizers import config_with, trained, trained_once
 
 BLOCKS = small_config(1, 1, moe_layer_freq=1, model={"num_layers": 4})
 ROUNDED = {"moments_dtype": "bfloat16"}
@@ -44,7 +44,7 @@ def test_updates_are_those_of_moments_on_the_device(
     are added up in another order.
     """
     monkeypatch.setattr(offload, "BYTES_AT_ONCE", at_once)
-    expected = trained(config_with(name, BLOCKS, **settings))
+    expected = trained_once(config_with(name, BLOCKS, **settings))
     found = trained(config_with(name, BLOCKS, offload_moments=True, **settings))
     if name in ("adamw", "lion"):
         chex.assert_trees_all_equal(found[1], expected[1])
@@ -89,7 +89,7 @@ def test_a_run_goes_on_with_and_without() -> None:
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, skip_spikes=True, spike_factor=3.0))
     plain = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, offload_moments=False))
     trainers = [make_trainer(each, mesh_of(each)) for each in (config, plain)]
-    states = [trainer.init() for trainer in trainers]
+    states = [first_state(each, trainer) for each, trainer in zip((config, plain), trainers, strict=True)]
     batch = tokens_of(config)
     for limit in (np.inf, 0.0, np.inf):  # of the loss
         before = jax.device_get(states[0]["optimizer"])

@@ -11,7 +11,7 @@ from moe_jax.config.sections import DataSource
 from moe_jax.data.token_marks import UNCOUNTED, mark_documents, mark_sources
 from moe_jax.step.trainer import make_trainer
 from tests.small import small_config, tokens_of
-from tests.step.gradients import mesh_of
+from tests.step.gradients import first_state, mesh_of
 
 SOURCE_B = np.array([0, 2, 2, 0, 0, 1, 2, 0])  # of each sequence; source 3 has none
 UNIFIED = {"policy": "unified", "microbatches": 2}
@@ -38,7 +38,7 @@ def test_the_loss_of_a_source_is_that_of_its_sequences(config: Config) -> None:
     if config.data.mask_documents:
         mark_documents(batch, END)
     mark_sources(batch, SOURCE_B)
-    state = trainer.init()
+    state = first_state(config, trainer)
     expected = []
     for source in range(3):
         uncounted = np.where(source == SOURCE_B, 0, UNCOUNTED).astype(np.int32)
@@ -59,6 +59,6 @@ def test_marks_of_sources_change_no_parameter() -> None:
         trainer = make_trainer(each, mesh_of(each))
         if each is config:
             mark_sources(marked := batch.copy(), SOURCE_B)
-        state, metrics = trainer.step(trainer.init(), marked if each is config else batch)
+        state, metrics = trainer.step(first_state(each, trainer), marked if each is config else batch)
         after.append(jax.device_get((state, metrics["loss"], metrics["grad_norm"])))
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7), *after)
