@@ -51,21 +51,13 @@ def assert_equal(losses: dict[int, float], expected: dict[int, float]) -> None:
     np.testing.assert_allclose(list(losses.values()), list(expected.values()), rtol=1e-6)  # measured: 1.2e-7
 
 
-def test_four_processes_choose_a_schedule_together_and_train_like_one(expected, tmp_path):
-    auto = ["schedule.policy=auto", "schedule.microbatches=auto"]
-    with launched(tmp_path, 4, "train.steps=6", *auto) as process:
+def test_four_processes_choose_a_schedule_together_and_train_like_one_in_the_background(expected, tmp_path):
+    """Collectives go over TCP and within a process."""
+    settings = ["schedule.policy=auto", "schedule.microbatches=auto", "schedule.weight_grad=greedy"]
+    settings += ["schedule.grad_reduce=block", "exchange.algorithm=background", "exchange.reduction=background"]
+    with launched(tmp_path, 4, "train.steps=6", *settings) as process:
         assert process.wait(timeout=300) == 0, (tmp_path / "output").read_text()
     assert (tmp_path / "output").read_text().count(", planned for cpux8") == 1
-    assert_equal(losses_of(tmp_path), {step: expected[step] for step in range(1, 7)})
-
-
-def test_collectives_in_the_background_train_the_same(expected, tmp_path):
-    """Two processes of four devices each, over TCP and within a process."""
-    background = ["exchange.algorithm=background", "exchange.reduction=background"]
-    schedule = ["schedule.policy=unified", "schedule.microbatches=2", "schedule.weight_grad=greedy"]
-    schedule += ["schedule.grad_reduce=block"]
-    with launched(tmp_path, 2, "train.steps=6", *background, *schedule) as process:
-        assert process.wait(timeout=300) == 0, (tmp_path / "output").read_text()
     assert_equal(losses_of(tmp_path), {step: expected[step] for step in range(1, 7)})
 
 
