@@ -37,13 +37,12 @@ def tensor_config(data: int, expert: int, tensor: int, **settings) -> Config:
     ("mesh", "settings"),
     [
         ((1, 2, 4), {"num_shared_experts": 1, "dense_residual": True, "schedule": UNIFIED}),
-        ((2, 1, 2), {"num_experts": 0}),
         (
             (1, 4, 2),
             {"exchange": {"algorithm": "halo", "ranks_per_node": 2}, "moe_layer_freq": 1, "model": {"num_layers": 1}},
         ),
     ],
-    ids=["many", "no experts", "nodes"],
+    ids=["many", "nodes"],
 )
 def test_loss_and_gradients_equal_the_reference(mesh, settings):
     """Other meshes are in `test_every_step.py`."""
