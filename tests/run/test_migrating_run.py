@@ -14,10 +14,9 @@ from moe_jax.checkpoint.load import load_params
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.yaml_io import load_config
 from moe_jax.models.parameters import param_shapes
-from moe_jax.parallel.mesh import make_mesh, one_device_mesh
+from moe_jax.parallel.mesh import one_device_mesh
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.parallel.trees import Params
-from moe_jax.run import setup
 from moe_jax.run.loop import train
 from moe_jax.step.context import State
 from moe_jax.step.expert_placement import params_in_order
@@ -120,16 +119,6 @@ def test_a_checkpoint_resumes_anywhere(case, runs, tmp_path):
     else:
         assert curve(tmp_path / "run") == curve(plain)
         chex.assert_trees_all_equal(jax.device_get(found), jax.device_get(expected["params"]))
-
-
-def test_a_checkpoint_of_moved_experts_resumes_on_one_device(runs, tmp_path, monkeypatch):
-    """Which puts them in their order and trains the same function."""
-    (plain, expected), (moved, _) = runs
-    shutil.copytree(moved, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "12")
-    monkeypatch.setattr(setup, "make_mesh", lambda settings: make_mesh(settings, jax.devices()[:1]))
-    state = train(config_in(tmp_path / "run", "mesh.data=1", "mesh.expert=1"))
-    assert_same_function(tmp_path / "run", state["params"], plain, expected["params"])
 
 
 def assert_same_function(run: Path, params, expected_run: Path, expected_params) -> None:

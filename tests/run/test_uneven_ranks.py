@@ -47,7 +47,7 @@ def test_experts_move_by_load_and_speed(run):
     assert held(state)[3] < 4
 
 
-@pytest.mark.parametrize("settings", [[SPEEDS], ["migration.rank_speeds=[0.25,1,1,1]"], []])
+@pytest.mark.parametrize("settings", [[SPEEDS], ["migration.rank_speeds=[0.25,1,1,1]"]])
 def test_a_checkpoint_resumes_with_the_same_and_with_other_speeds(settings, run, tmp_path):
     """At step 4, after the move. With other speeds experts stay where they are until their ranks are too busy."""
     folder, expected = run
