@@ -1,4 +1,4 @@
-"""Steps that take experts from a record: on every mesh the experts of the record, and the same loss and gradients."""
+"""Steps that take experts from a record: on any mesh the experts of the record, and the same loss and gradients."""
 
 from typing import Any
 
@@ -23,15 +23,9 @@ RECORDS = "train.record_routing=record"
 REPLAYS = f"{RECORDS} train.replay_routing=replay"
 BLOCKS = "model.num_layers=4 model.moe.moe_layer_freq=2"
 ALONE = "mesh.data=1 mesh.expert=1"
-# each with a mesh, a policy, an exchange or a way to cut the batch of its own
 STEPS = {
-    "parts": "mesh.data=2 mesh.expert=2 train.grad_accumulation=2",
-    "context": "mesh.data=1 mesh.context=2 mesh.expert=2 schedule.remat=full",
     "tensor": "mesh.data=1 mesh.expert=2 mesh.tensor=2 optimizer.zero=3",
     "unified": "mesh.data=1 mesh.expert=4 schedule.policy=unified schedule.microbatches=2 schedule.unroll=1",
-    "sums": "mesh.data=2 mesh.expert=2 schedule.policy=expert_pipeline schedule.microbatches=2 exchange.algorithm=ring "
-    "schedule.grad_reduce=bucketed",
-    "moved": "mesh.data=2 mesh.expert=2 migration.enabled=true migration.payback_steps=null",
 }
 
 
@@ -53,7 +47,7 @@ def alone() -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 @pytest.mark.parametrize("words", STEPS.values(), ids=STEPS)
-def test_a_record_gives_the_same_step_on_every_mesh(words: str, alone: Any) -> None:
+def test_a_record_gives_the_same_step_on_other_meshes(words: str, alone: Any) -> None:
     config = config_of(f"{words} {REPLAYS}")
     assert config.train.batch_size == 16
     (record,) = record_of(config)
@@ -62,9 +56,8 @@ def test_a_record_gives_the_same_step_on_every_mesh(words: str, alone: Any) -> N
     np.testing.assert_array_equal(alone[0][ROUTED], metrics[ROUTED])
     for name in ("loss", "router_z_loss", "grad_norm"):
         assert metrics[name] == pytest.approx(alone[0][name], rel=1e-5)
-    if "migration" not in words:  # experts lie in other places
-        for path, grad in grads.items():
-            np.testing.assert_allclose(grad, alone[1][path], rtol=2e-4, atol=2e-6, err_msg=path)
+    for path, grad in grads.items():
+        np.testing.assert_allclose(grad, alone[1][path], rtol=2e-4, atol=2e-6, err_msg=path)
     other, _ = step_of(config, None, *record_of(config, seed=1))
     assert other["loss"] != pytest.approx(metrics["loss"], rel=1e-4), "the record matters"
 
