@@ -27,7 +27,7 @@ from moe_jax.run.profiler import Tracing, steps_to_trace
 from moe_jax.run.rebalance import Rebalancer
 from moe_jax.run.replicator import Replicator
 from moe_jax.run.restore import restore_latest
-from moe_jax.run.run_dir import lock_run_dir
+from moe_jax.run.run_dir import check_is_shared, lock_run_dir
 from moe_jax.run.setup import Programs, Run, compile_programs, first_state, open_run, record_facts, write_start
 from moe_jax.run.step_hooks import StepCallbacks
 from moe_jax.run.tuning import Tuning
@@ -90,6 +90,8 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
         program = programs.step.result()  # nothing is written if the step does not compile
         if step < last or not (run.folder / "config.yaml").exists():  # a run that trains no step keeps its config
             write_start(run, programs.fingerprint)
+        if step < last:
+            check_is_shared(run.folder, run.identity.run)
     with (
         replicator.released_if_refused(),
         _open_log(run) as log,

@@ -1,9 +1,10 @@
-"""The folder of a run: checks that it can be used, its lock, and the step from which the run resumes.
+"""The folder of a run: checks that it can be used and that all processes share it, its lock, and the step to resume from.
 
 Nothing but the lock is written.
 """
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from moe_jax.checkpoint.compatibility import check_same_run
 from moe_jax.checkpoint.files import FOLDER, saved_run_id
 from moe_jax.checkpoint.latest import agreed_newest
 from moe_jax.config import Config
-from moe_jax.distributed.processes import from_process, is_main_process
+from moe_jax.distributed.processes import allgather, from_process, is_main_process
 from moe_jax.errors import CheckpointError, ConfigError
 from moe_jax.files.local_copy import download_again, local_path, url_of
 from moe_jax.files.object_store import ObjectFolder, StoreError
@@ -22,6 +23,9 @@ from moe_jax.paths import checkpoint_path_problem
 from moe_jax.run.bucket_lock import BucketLock
 from moe_jax.run.run_lock import FolderLock
 from moe_jax.telemetry.run_log import FILE_NAME, read_metrics
+
+_SHOWN_S = 90  # in which a network disk shows a new file to all hosts: NFS keeps what it has read of a folder for 60 s
+_POLL_S = 0.5
 
 
 def check_is_not_a_copy(config: str, log_dir: str, overrides: Sequence[str]) -> None:
@@ -63,6 +67,31 @@ def resume_step(config: Config, folder: Path, damaged: dict[int, str]) -> int:
     if (folder / FILE_NAME).exists():
         read_metrics(folder)
     return step
+
+
+def check_is_shared(folder: Path, run_id: str) -> None:
+    """Raise ConfigError on all processes unless all see the folder in which process 0 has written the run's ID.
+
+    All of them call it. Otherwise, each host would write its part of the checkpoints into a folder of its own. The
+    copies of a folder in a bucket need not be shared.
+    """
+    if url_of(folder):
+        return
+    allgather(0)  # a barrier: process 0 has written
+    ends = time.monotonic() + _SHOWN_S
+    while (found := saved_run_id(folder)) != run_id and time.monotonic() < ends:
+        time.sleep(_POLL_S)
+    if missing := [process for process, sees in enumerate(allgather(found == run_id)) if not sees]:
+        raise ConfigError(
+            f"log.dir={folder} is not the same folder on all processes (not seen by {_listed(missing)}): put log.dir "
+            "on a disk that all share, or in a bucket"
+        )
+
+
+def _listed(processes: Sequence[int]) -> str:
+    """The numbers of processes in words, of many only the first ones."""
+    shown = ", ".join(map(str, processes[:8])) + (", …" if len(processes) > 8 else "")
+    return f"process {shown}" if len(processes) == 1 else f"processes {shown}"
 
 
 @contextmanager

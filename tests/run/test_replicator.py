@@ -221,7 +221,7 @@ def test_no_room_for_copies_is_reported_before_the_first_step(tmp_path, monkeypa
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("refused_in", ["compile_programs", "write_start", "_open_log", "_open_checkpoints"])
+@pytest.mark.parametrize("refused_in", ["compile_programs", "check_is_shared", "_open_log", "_open_checkpoints"])
 def test_a_run_that_is_refused_leaves_no_memory_reserved_and_the_newest_copy(
     refused_in, crashed, tmp_path, monkeypatch
 ):
