@@ -829,8 +829,8 @@ MUTATIONS = (
     Mutation(
         "record_of_last_step_lost",
         "telemetry/run_log.py",
-        'if record["step"] <= step] if step else []',
-        'if record["step"] < step] if step else []',
+        'if record["step"] <= step) if step else ()',
+        'if record["step"] < step) if step else ()',
         "each start of a run loses the record of the step before",
         ["tests/telemetry/test_run_log.py"],
     ),

@@ -4,7 +4,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self, final
@@ -25,8 +25,13 @@ def write_atomically(path: Path, text: str) -> None:
     write_together({path: text.encode()})
 
 
-def write_together(contents: Mapping[Path, bytes]) -> None:
-    """Write several files and their parent folders if all can be written, and none otherwise.
+def write_pieces_atomically(path: Path, pieces: Iterable[bytes]) -> None:
+    """Do the same with a content in pieces, of which one is in memory at a time. Raises OSError, and their errors."""
+    write_together({path: pieces})
+
+
+def write_together(contents: Mapping[Path, bytes | Iterable[bytes]]) -> None:
+    """Write several files, whole or in pieces, and their parent folders if all can be written, and none otherwise.
 
     Raises OSError.
     """
@@ -36,7 +41,8 @@ def write_together(contents: Mapping[Path, bytes]) -> None:
             for path, unfinished in temporary.items():
                 with unfinished.open("wb") as file:
                     try:
-                        file.write(contents[path])
+                        content = contents[path]
+                        file.writelines([content] if isinstance(content, bytes) else content)
                         file.flush()
                         os.fsync(file.fileno())
                     except OSError as error:  # that of a full disk names no file

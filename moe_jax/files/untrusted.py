@@ -8,7 +8,7 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from moe_jax.errors import UserError
 
@@ -23,9 +23,14 @@ def check_regular(path: Path) -> None:
     os.close(_open_regular(path))
 
 
+def open_bytes(path: Path) -> IO[bytes]:
+    """Open a regular file for reading. Raises OSError."""
+    return os.fdopen(_open_regular(path), "rb")
+
+
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
     """Return the content of a regular file of at most `most` bytes. Raises OSError."""
-    with os.fdopen(_open_regular(path), "rb") as file:
+    with open_bytes(path) as file:
         size = os.fstat(file.fileno()).st_size or most  # files that the kernel generates on reading have size 0
         content = file.read(min(size, most) + 1)  # read allocates as many bytes as it is asked for
     if len(content) > most:

@@ -26,9 +26,9 @@ from moe_jax.distributed.processes import allgather, allgather_rows, from_proces
 from moe_jax.errors import CheckpointError
 from moe_jax.files.untrusted import read_text
 from moe_jax.parallel.p2p_copy import by_device, checksum_words
+from moe_jax.run.run_dir import steps_in_records
 from moe_jax.run.setup import Run, record_facts
 from moe_jax.step.context import State
-from moe_jax.telemetry.run_log import FILE_NAME, read_metrics
 
 RUN_ID = "run_id"  # file with a number that distinguishes a run's copies from those of earlier runs in the same folder
 _MAX_WORDS = 2**22  # of 4 bytes, sent at once
@@ -67,9 +67,8 @@ def restore_from_replicas(config: Config, run: Run) -> Restored | str:
     plan = run.safety
     if plan is None or not (run_id := _read_run_id(run.folder)):
         return ""
-    records = read_metrics(run.folder) if (run.folder / FILE_NAME).exists() else []
-    recorded = from_process(0, max((record["step"] for record in records if "loss" in record), default=0))
-    slots, reason = _usable(run, plan, run_id, recorded)
+    recorded = steps_in_records(run.folder)
+    slots, reason = _usable(run, plan, run_id, recorded.last)
     problem = _REASONS[max(allgather(reason))]
     try:
         check_same_run(config, run.folder)
@@ -98,9 +97,7 @@ def restore_from_replicas(config: Config, run: Run) -> Restored | str:
             record=record,
             run_id=run_id,
             files=frozenset(slot.path for slot in here),
-            is_validated=from_process(
-                0, any("validation_loss" in found and found["step"] == version.step for found in records)
-            ),
+            is_validated=version.step in recorded.validated,
             source=f"from safety copies ({origin})" if origin else "from safety copies",
         )
     return problem

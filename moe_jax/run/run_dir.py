@@ -1,4 +1,4 @@
-"""The folder of a run: checks that it can be used and that all processes share it, its lock, and the step to resume from.
+"""The folder of a run: checks that it can be used and is shared, its lock, and the step from which the run resumes.
 
 Nothing but the lock is written.
 """
@@ -22,7 +22,7 @@ from moe_jax.files.upload import Uploads
 from moe_jax.paths import checkpoint_path_problem
 from moe_jax.run.bucket_lock import BucketLock
 from moe_jax.run.run_lock import FolderLock
-from moe_jax.telemetry.run_log import FILE_NAME, read_metrics
+from moe_jax.telemetry.run_log import MetricsError, RecordedSteps, recorded_steps
 
 _SHOWN_S = 90  # in which a network disk shows a new file to all hosts: NFS keeps what it has read of a folder for 60 s
 _POLL_S = 0.5
@@ -64,9 +64,22 @@ def resume_step(config: Config, folder: Path, damaged: dict[int, str]) -> int:
             f"train.steps={config.train.steps}, but log.dir={folder} has a checkpoint of step {step} already: "
             f"use train.steps={step} or more, or another log.dir"
         )
-    if (folder / FILE_NAME).exists():
-        read_metrics(folder)
+    steps_in_records(folder)  # before anything is written, as damaged records end a run
     return step
+
+
+def steps_in_records(folder: Path) -> RecordedSteps:
+    """The steps in a run's records, which process 0 reads. All processes call it, and all raise its MetricsError."""
+    found, problem = RecordedSteps(0, frozenset()), ""
+    if is_main_process():
+        try:
+            found = recorded_steps(folder)
+        except MetricsError as error:
+            problem = str(error)
+    last, validated, problem = from_process(0, [found.last, sorted(found.validated), problem])
+    if problem:
+        raise MetricsError(problem)
+    return RecordedSteps(last, frozenset(validated))
 
 
 def check_is_shared(folder: Path, run_id: str) -> None:

@@ -1,27 +1,29 @@
 """Log of a run: metrics.jsonl, TensorBoard and Weights & Biases scalars, and a progress line. Imports no jax."""
 
 import difflib
+import itertools
 import json
 import math
 import shutil
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Self, final
+from typing import Any, NamedTuple, Self, final
 
 from moe_jax.errors import UserError
-from moe_jax.files.atomic import AppendOnlyFile, write_atomically
-from moe_jax.files.untrusted import read_text
+from moe_jax.files.atomic import AppendOnlyFile, write_pieces_atomically
+from moe_jax.files.untrusted import open_bytes
 from moe_jax.paths import shown
 from moe_jax.telemetry.record_schema import RecordError, TruncatedError, load_shapes, read_record
 from moe_jax.telemetry.tensorboard import Scalars
 from moe_jax.telemetry.wandb import WandbRun
 
 FILE_NAME = "metrics.jsonl"
-_MAX_BYTES = 2**32  # of a metrics.jsonl that is read
+_MAX_BYTES = 2**32  # of a metrics.jsonl whose records are all in memory at once
+_MAX_LINE = 2**26  # bytes
 
 
 class MetricsError(UserError):
@@ -161,11 +163,16 @@ def insert_record(folder: Path, record: Mapping[str, Any]) -> None:
 
     Raises MetricsError for damaged records, and OSError if the file cannot be written.
     """
-    path = folder / FILE_NAME
-    records = read_metrics(folder) if path.exists() else []
-    later = [each for each in records if each["step"] > record["step"]]
-    records = [each for each in records if each["step"] <= record["step"]]
-    write_atomically(path, "".join(f"{_to_json(each)}\n" for each in [*records, record, *later]))
+    path, step = folder / FILE_NAME, record["step"]
+
+    def lines() -> Iterator[bytes]:
+        if path.exists():
+            yield from (line for line, each in _records(path) if each["step"] <= step)
+        yield _to_json(record).encode() + b"\n"
+        if path.exists():
+            yield from (line for line, each in _records(path) if each["step"] > step)
+
+    write_pieces_atomically(path, lines())
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -181,25 +188,54 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         raise MetricsError(f"run {folder} does not exist: {cure}")
     if not path.is_file():
         raise MetricsError(f"{folder} is not a run (no {FILE_NAME} in it): give the folder that a run has as log.dir")
-    lines = read_text(path, _MAX_BYTES, errors="replace").splitlines()
-    records: list[dict[str, Any]] = []
+    if path.stat().st_size > _MAX_BYTES:
+        raise MetricsError(f"{path} has more than {_MAX_BYTES:,} bytes: read a copy of the run without its first lines")
+    return [record for _, record in _records(path)]
+
+
+class RecordedSteps(NamedTuple):
+    """The steps that a run's records tell of."""
+
+    last: int  # the last training step, 0 if there is none
+    validated: frozenset[int]  # the steps with a validation loss
+
+
+def recorded_steps(folder: Path) -> RecordedSteps:
+    """Read the steps of a run's records, one record at a time. Raises MetricsError if a record is damaged."""
+    last, validated, path = 0, set[int](), folder / FILE_NAME
+    for _, record in _records(path) if path.exists() else ():
+        if "loss" in record:
+            last = max(last, record["step"])
+        if "validation_loss" in record:
+            validated.add(record["step"])
+    return RecordedSteps(last, frozenset(validated))
+
+
+def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield each line, with its line break, and its record; a truncated last line is left out. Raises MetricsError."""
     shapes: dict[str, tuple[int, ...]] = {}  # of lists, from the first record that has them
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = read_record(line)
-            found = load_shapes(record)
-            if wrong := [key for key in found if shapes.setdefault(key, found[key]) != found[key]]:
-                raise RecordError(
-                    f"its {wrong[0]} has {_sizes(found[wrong[0]])} numbers, and {_sizes(shapes[wrong[0]])} before"
-                )
-        except RecordError as error:
-            if number < len(lines) or not isinstance(error, TruncatedError):
-                raise MetricsError(
-                    f"{path} line {number} is not a record of metrics ({error}): delete the line"
-                ) from None
-        else:
-            records.append(record)
-    return records
+    error: MetricsError | None = None  # of the line before, which may be the last
+    with open_bytes(path) as file:
+        for number in itertools.count(1):
+            if not (line := file.readline(_MAX_LINE)):
+                return
+            if error:
+                raise error
+            try:
+                if len(line) == _MAX_LINE:
+                    raise RecordError(f"it has more than {_MAX_LINE:,} bytes")
+                record = read_record(line.decode(errors="replace").strip("\r\n"))
+                found = load_shapes(record)
+                if wrong := [key for key in found if shapes.setdefault(key, found[key]) != found[key]]:
+                    raise RecordError(
+                        f"its {wrong[0]} has {_sizes(found[wrong[0]])} numbers, and {_sizes(shapes[wrong[0]])} before"
+                    )
+            except RecordError as problem:
+                error = MetricsError(f"{path} line {number} is not a record of metrics ({problem}): delete the line")
+                if not isinstance(problem, TruncatedError):
+                    raise error from None
+            else:
+                yield line.rstrip(b"\r\n") + b"\n", record
 
 
 def _sizes(shape: tuple[int, ...]) -> str:
@@ -263,10 +299,9 @@ def _clock(seconds: float) -> str:
 
 def _delete_after(path: Path, step: int) -> None:
     """Delete the records after `step` from a file; all of them if `step` is 0, the start of a new run."""
-    if not path.exists():
-        return
-    remaining = [record for record in read_metrics(path.parent) if record["step"] <= step] if step else []
-    write_atomically(path, "".join(_to_json(record) + "\n" for record in remaining))
+    if path.exists():
+        remaining = (line for line, record in _records(path) if record["step"] <= step) if step else ()
+        write_pieces_atomically(path, remaining)
 
 
 def _scalars_of(record: Mapping[str, Any]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The folder of a run is one that all its processes see."""
+"""The folder of a run is one that all its processes see, and its records are read by one of them."""
 
 import json
 from collections.abc import Sequence
@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import ConfigError
 from moe_jax.paths import COPIES
 from moe_jax.run import run_dir
-from moe_jax.run.run_dir import check_is_shared
+from moe_jax.run.run_dir import check_is_shared, resume_step, steps_in_records
+from moe_jax.telemetry.run_log import MetricsError
 
 
 @pytest.fixture
@@ -57,3 +59,18 @@ def test_a_slow_disk_may_show_it_later(gathered, tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(COPIES, str(tmp_path), "gs://bucket/run")
     check_is_shared(tmp_path, "mine")
     assert len(gathered) == 2
+
+
+def test_the_records_of_a_run_are_read_by_process_0_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be larger than a host's memory, and a disk that all share would be read by all at once."""
+    (tmp_path / "metrics.jsonl").write_text("damaged\nrecords\n")
+    monkeypatch.setattr(run_dir, "agreed_newest", lambda folder, damaged: 3)
+    monkeypatch.setattr(run_dir, "check_same_run", lambda config, folder, step: None)
+    monkeypatch.setattr(run_dir, "is_main_process", lambda: False)
+    monkeypatch.setattr(run_dir, "from_process", lambda source, value: [7, [4, 6], ""])
+    config = load_config(overrides=["train.steps=5"])
+    assert resume_step(config, tmp_path, {}) == 3
+    assert steps_in_records(tmp_path) == (7, {4, 6})
+    monkeypatch.setattr(run_dir, "from_process", lambda source, value: [0, [], "line 1 is damaged"])
+    with pytest.raises(MetricsError, match="line 1 is damaged"):
+        resume_step(config, tmp_path, {})

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from moe_jax.files.atomic import write_atomically
 from moe_jax.telemetry.run_log import (
     MetricsError,
     RunLog,
@@ -18,7 +19,6 @@ from moe_jax.telemetry.run_log import (
     human_seconds,
     insert_record,
     read_metrics,
-    write_atomically,
 )
 from tests.test_files import on_a_full_disk
 
