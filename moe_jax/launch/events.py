@@ -19,8 +19,10 @@ POLL_S = 0.25  # between polls: a signal that arrives just before a wait does no
 
 
 def put_stop_signals(events: Events) -> None:
-    """Turn the stop signals of this process into events, from now on."""
+    """Turn the stop signals of this process into events, from now on. A SIGHUP that `nohup` ignores stays ignored."""
     for number in STOP_SIGNALS:
+        if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+            continue
         signal.signal(number, lambda received, _: events.put((SIGNALLED, received)))
 
 

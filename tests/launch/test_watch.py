@@ -1,5 +1,6 @@
 """What a supervisor makes of signals while workers run."""
 
+import os
 import queue
 import signal
 import threading
@@ -8,7 +9,7 @@ import time
 import pytest
 
 from moe_jax.launch import watch
-from moe_jax.launch.events import FORWARDED, SIGNALLED, Events
+from moe_jax.launch.events import FORWARDED, SIGNALLED, STOP_SIGNALS, Events, put_stop_signals
 
 TERM, KILL = signal.SIGTERM, signal.SIGKILL
 
@@ -75,3 +76,20 @@ def test_only_a_second_signal_to_the_same_launcher_kills(
     thread.join()
     assert worker.sent == sent
     assert watched.stopped_by == TERM
+
+
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_the_hangup_of_a_terminal_does_not_reach_a_launcher_under_nohup(is_ignored: bool) -> None:
+    """Without nohup, and for other signals, it asks the run to save and end."""
+    events: Events = queue.SimpleQueue()
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+        put_stop_signals(events)
+        for number in (signal.SIGHUP, TERM):
+            os.kill(os.getpid(), number)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    received = [events.get_nowait() for _ in range(events.qsize())]
+    assert received == [(SIGNALLED, number) for number in ([TERM] if is_ignored else [signal.SIGHUP, TERM])]
