@@ -1,4 +1,4 @@
-"""Handling of SIGINT and SIGTERM: finish the step, save, exit 0. A second signal ends a process at once."""
+"""Handling of SIGINT and SIGTERM: finish the step, save, exit 0. A second signal, a second later, ends a process."""
 
 import ctypes
 import itertools
@@ -33,9 +33,8 @@ class StopRequest:
             return bool(multihost_utils.reached_preemption_sync_point(next(_sync_points)))
         return self._signalled
 
-    def _set(self, number: int, frame: FrameType | None) -> None:
+    def _set(self) -> None:
         self._signalled = True
-        signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager
@@ -48,7 +47,7 @@ def stop_on_signals() -> Iterator[StopRequest]:
         with _handled(signal.SIGINT, _forward_as_sigterm), _exit_on_second_sigterm():
             yield request
     else:
-        with _handled(signal.SIGINT, request._set), _handled(signal.SIGTERM, request._set):
+        with _handled_once(signal.SIGINT, request._set), _handled_once(signal.SIGTERM, request._set):
             yield request
 
 
@@ -64,6 +63,28 @@ def _handled(number: int, handler: Callable[[int, FrameType | None], None]) -> I
         yield
     finally:
         signal.signal(number, before)
+
+
+@contextmanager
+def _handled_once(number: int, action: Callable[[], None]) -> Iterator[None]:
+    """Call `action` at a signal; one that arrives SAME_SIGNAL_S after the first ends the process, whatever it does."""
+    timers: list[threading.Timer] = []
+    c_signal = _c_signal()  # `signal.signal` works only in the main thread
+
+    def handle(received: int, frame: FrameType | None) -> None:
+        action()
+        if not timers:
+            timers.append(threading.Timer(SAME_SIGNAL_S, c_signal, [number, None]))
+            timers[0].daemon = True
+            timers[0].start()
+
+    with _handled(number, handle):
+        try:
+            yield
+        finally:
+            for timer in timers:
+                timer.cancel()
+                timer.join()
 
 
 @contextmanager
