@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from moe_jax.environment import flags_problem, stream_problem
+from moe_jax.environment import FULL_DISK, flags_problem, stream_problem
 from moe_jax.paths import plain_path, shown
 
 EXIT_BAD_INPUT = 2
@@ -27,7 +27,6 @@ _BAD_NAME = {
 
 
 _LONGEST = 4000  # the most characters of a message
-_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class UserError(Exception):
@@ -91,7 +90,7 @@ def run_command(main: Callable[[], None]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_UNREAD)
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in FULL_DISK:
             place = error.filename or ("standard output" if _output_is_full() else "a file or standard output")
             _exit_with(f"{place}: {error.strerror}: free some space on that disk")
         if error.errno not in _BAD_NAME or error.filename is None:
@@ -113,8 +112,8 @@ def is_full_disk(error: BaseException | None) -> bool:
     """Whether an error or one of its causes is a full disk; errors of libraries are recognised by their text."""
     if error is None:
         return False
-    by_number = isinstance(error, OSError) and error.errno in _FULL
-    return by_number or any(os.strerror(each) in str(error) for each in _FULL) or is_full_disk(error.__cause__)
+    by_number = isinstance(error, OSError) and error.errno in FULL_DISK
+    return by_number or any(os.strerror(each) in str(error) for each in FULL_DISK) or is_full_disk(error.__cause__)
 
 
 def parse_path(name: str, text: str) -> Path:

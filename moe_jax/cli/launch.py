@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from moe_jax.config.ranges import Range, check_number
+from moe_jax.environment import lose_output_on_full_disk
 from moe_jax.errors import CommandParser, run_command
 from moe_jax.launch.follower import follow
 from moe_jax.launch.hosts import LONGEST_S, add_arguments, hosts_from
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments, command = parser.parse_known_args(argv)
     hosts = hosts_from(arguments)
     _check(arguments, hosts["hosts"])
+    lose_output_on_full_disk()
     launch = Launch(
         module=arguments.module,
         command=command[1:] if command[:1] == ["--"] else command,

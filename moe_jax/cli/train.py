@@ -18,6 +18,7 @@ from moe_jax.config.yaml_io import load_draft
 from moe_jax.distributed import processes
 from moe_jax.distributed.failures import fail_fast, run_and_exit
 from moe_jax.distributed.heartbeat import report_no_mesh, report_start
+from moe_jax.environment import lose_output_on_full_disk
 from moe_jax.errors import CommandParser, MeshError
 from moe_jax.files.local_copy import local_path, upload
 from moe_jax.files.places import place
@@ -49,6 +50,8 @@ def main() -> None:
     )
     processes.add_arguments(parser)
     arguments = parser.parse_intermixed_args()
+    if not arguments.dry_run:
+        lose_output_on_full_disk()
     draft = load_draft(arguments.config, arguments.overrides)
     check_is_not_a_copy(arguments.config, draft.log.dir, arguments.overrides)
     if not draft.open:

@@ -123,5 +123,6 @@ class Worker:
                 self._print(line)
 
     def _print(self, line: bytes) -> None:
-        sys.stderr.buffer.write(b"[rank %d] %s\n" % (self.rank, line.rstrip(b"\n")))
-        sys.stderr.buffer.flush()
+        with suppress(OSError):  # the process would wait for a reader of its pipe
+            sys.stderr.buffer.write(b"[rank %d] %s\n" % (self.rank, line.rstrip(b"\n")))
+            sys.stderr.buffer.flush()
