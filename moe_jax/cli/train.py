@@ -9,9 +9,11 @@ if __name__ == "__main__":
     gc.disable()  # imports and traces create no garbage, and collections would take 0.4 s until the first step
 
 import logging
+from pathlib import Path
 
 import jax
 
+from moe_jax.checkpoint.files import first_line
 from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.yaml_io import load_draft
@@ -19,14 +21,13 @@ from moe_jax.distributed import processes
 from moe_jax.distributed.failures import fail_fast, run_and_exit
 from moe_jax.distributed.heartbeat import report_no_mesh, report_start
 from moe_jax.environment import lose_output_on_full_disk
-from moe_jax.errors import CommandParser, MeshError
+from moe_jax.errors import CommandParser, MeshError, UserError
 from moe_jax.files.local_copy import local_path, upload
 from moe_jax.files.places import place
 from moe_jax.paths import shown
 from moe_jax.plan.planner import PlanError
 from moe_jax.report import write_report
 from moe_jax.report.alarms import alarm_text
-from moe_jax.report.plots import PlotError
 from moe_jax.run.describe import dry_run, table
 from moe_jax.run.loop import train
 from moe_jax.run.resolve_auto import resolve_auto
@@ -87,17 +88,29 @@ def _print_once(text: str) -> None:
 
 
 def _write_results(config: Config, state: State) -> None:
+    """Write the report, then a sample, and the report again with it: the run has succeeded, whatever fails here."""
+    if not processes.is_main_process():
+        return
     run = local_path(config.log.dir)
+    report = _report(run)
     if config.log.sample_tokens and jax.process_count() == 1:  # sampling uses one device of a single process
-        print(shown(write_sample(config, params_in_order(state, Stages.of(config)), run)))
-    if processes.is_main_process():
         try:
-            print(f"report: {shown(str(write_report(run)))}")
-            if text := alarm_text(run):
-                print(text)
-        except PlotError as error:  # the run itself has succeeded
-            print(f"no report: {error}")
-        upload(run)
+            text = write_sample(config, params_in_order(state, Stages.of(config)), run)
+        except (UserError, OSError, jax.errors.JaxRuntimeError) as error:  # e.g. too little memory on one device
+            print(f"warning: no text is sampled ({shown(first_line(error))}): do it by python -m moe_jax.generate")
+        else:
+            print(shown(text))
+            report = _report(run)
+    print(report)
+    upload(run)
+
+
+def _report(run: Path) -> str:
+    """Write the report, and return the lines about it for the terminal."""
+    try:
+        return "\n".join(filter(None, [f"report: {shown(str(write_report(run)))}", alarm_text(run)]))
+    except UserError as error:
+        return f"no report: {shown(str(error))}"
 
 
 if __name__ == "__main__":
