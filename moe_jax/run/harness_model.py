@@ -4,6 +4,7 @@ Requests are objects with `args`, as lm-eval makes them; this module does not ne
 computed in batches of sequences of similar lengths, on the devices that generate text.
 """
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -83,6 +84,13 @@ def _score_of(log_prob_n: NDArray[np.float32], is_likeliest_n: NDArray[np.bool],
     return Score(float(log_prob_n[own].astype(np.float64).sum()), bool(is_likeliest_n[own].all()))
 
 
+def _report_cut(lengths: Sequence[int], room: int) -> None:
+    """Warn of texts that are longer than there is room for, whose results are those of other texts."""
+    if cut := sum(length > room for length in lengths):
+        text = f"{cut} of {len(lengths)} contexts lose their beginning, as there is room for {room} tokens"
+        print(f"warning: {text}: use fewer examples (--fewshot), or another task", file=sys.stderr, flush=True)
+
+
 _TOKENS = 256  # the most that are generated, if a task does not say
 _OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "min_p"}
 
@@ -135,6 +143,9 @@ class HarnessModel:
         beginning. Raises ConfigError for a continuation that is longer than a context.
         """
         spans = [self._continuation(*request.args) for request in requests]
+        most = self._config.data.seq_len
+        _report_cut([len(span.tokens) for span in spans], most + 1)
+        spans = [ScoredSpan(span.tokens[-(most + 1) :], span.predicted) for span in spans]
         known = [span for span in spans if span.predicted]
         found = iter(scores(self._decoder(Sampling()), known, self._batch_size))
         return [next(found) if span.predicted else Score(0.0, True) for span in spans]
@@ -156,7 +167,8 @@ class HarnessModel:
         """Return the text after each context, up to the first of the strings of `until`, which is not part of it.
 
         `args` are the context and a mapping with `until`, `max_gen_toks`, and how tokens are drawn. Raises ConfigError
-        for others.
+        for others. A context that leaves no room for so many tokens loses its beginning, but never more than what
+        exceeds half of `data.seq_len`: the window moves on once it is full.
         """
         groups = defaultdict(list)
         for number, request in enumerate(requests):
@@ -165,8 +177,11 @@ class HarnessModel:
         for (sampling, count, stops), numbers in groups.items():
             settings = TextSettings(sampling, count, self._seed, self._ends, stops)
             generator = TextGenerator(self._config, self._decoder(sampling), self._tokenizer, settings)
-            room = max(self._config.data.seq_len - count, 1)  # a longer context loses its beginning
-            contexts = {number: self._context(requests[number].args[0])[-room:] for number in numbers}
+            most = self._config.data.seq_len
+            room = max(most - count, most // 2, 1)
+            contexts = {number: self._context(requests[number].args[0]) for number in numbers}
+            _report_cut([len(each) for each in contexts.values()], room)
+            contexts = {number: each[-room:] for number, each in contexts.items()}
             by_length = sorted(numbers, key=lambda number: -len(contexts[number]))
             found = generator.texts_after([contexts[number] for number in by_length], self._batch_size)
             texts |= dict(zip(by_length, found, strict=True))
@@ -223,7 +238,7 @@ class HarnessModel:
                 f"a continuation of {len(after)} tokens is longer than data.seq_len={most}: set "
                 f"data.seq_len={len(after)}"
             )
-        return ScoredSpan([*before, *after][-(most + 1) :], len(after))
+        return ScoredSpan([*before, *after], len(after))
 
     def _ending(self, options: Mapping[str, Any]) -> _Ending:
         if unknown := options.keys() - _OPTIONS:

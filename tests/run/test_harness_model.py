@@ -15,6 +15,7 @@ from moe_jax.config import Config, DataConfig, TrainConfig
 from moe_jax.data.chat_template import ChatTemplate
 from moe_jax.data.tokenizer import ByteTokenizer
 from moe_jax.errors import ConfigError
+from moe_jax.run import harness_model
 from moe_jax.run.harness import TaskResult, load_tasks, run_tasks
 from moe_jax.run.harness_model import HarnessModel, spans_of
 from moe_jax.run.sampling_mesh import SamplingMesh
@@ -78,9 +79,15 @@ def test_a_continuation_has_the_probability_of_its_tokens(model: HarnessModel, p
     assert found[0] == found[1], "a space at the end of a context belongs to the continuation"
 
 
-def test_a_long_context_loses_its_beginning(model: HarnessModel, params: Any) -> None:
+def test_a_long_context_loses_its_beginning(
+    model: HarnessModel, params: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     context, continuation = "the quick brown fox jumps", " over"
     ((log_prob, _),) = model.loglikelihood(requests((context, continuation)))
+    assert capsys.readouterr().err == (
+        "warning: 1 of 1 contexts lose their beginning, as there is room for 17 tokens: use fewer examples "
+        "(--fewshot), or another task\n"
+    )
     whole = list(f"{context}{continuation}".encode())[-(CONTEXT + 1) :]
     assert log_prob == pytest.approx(score(params, whole[:-5], whole[-5:])[0], rel=1e-4)
     with pytest.raises(ConfigError, match=r"^a continuation of 17 tokens is longer than data.seq_len=16: set data.seq"):
@@ -132,6 +139,23 @@ def test_generated_text_is_the_greedy_one_up_to_a_stop(model: HarnessModel, para
         ConfigError, match=r"^generation_kwargs of a task has num_beams=4, which is not known here: use "
     ):
         model.generate_until(requests(("a", {"num_beams": 4})))
+
+
+@pytest.mark.parametrize(("count", "room"), [(3, 13), (8, 8), (CONTEXT, 8), (256, 8)])
+def test_a_context_keeps_half_of_the_window_however_many_tokens_a_task_asks_for(
+    count: int, room: int, model: HarnessModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: list[list[int]] = []
+
+    def texts_after(self: object, prompts: list[list[int]], batch_size: int) -> list[str]:
+        given.extend(prompts)
+        return [""] * len(prompts)
+
+    monkeypatch.setattr(harness_model.TextGenerator, "texts_after", texts_after)
+    contexts = ["a question that is longer than the window", "short", "12345678"]
+    model.generate_until(requests(*((each, {"max_gen_toks": count}) for each in contexts)))
+    assert given == [list(each.encode())[-room:] for each in (contexts[0], contexts[2], contexts[1])]
+    assert f"warning: 1 of 3 contexts lose their beginning, as there is room for {room} tok" in capsys.readouterr().err
 
 
 class FakeManager:
