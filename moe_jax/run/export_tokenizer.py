@@ -105,7 +105,7 @@ def _tokenizer_of_data(config: Config) -> _DataTokenizer | None:
 
 def _template_of_data(config: Config) -> Path | None:
     """The chat template of the run's first source that has conversations with one; None without such a source."""
-    files = (Path(source.path) / TEMPLATE for source in config.data.mixture)
+    files = (local_outline(source.path) / TEMPLATE for source in config.data.mixture)
     return next((file for file in files if file.is_file()), None)
 
 

@@ -20,6 +20,7 @@ from moe_jax.data.sources import source_tokenizer
 from moe_jax.data.tokenizer import ByteTokenizer, load_model_tokenizer
 from moe_jax.data.tokens import read_meta
 from moe_jax.errors import ConfigError, DataError
+from moe_jax.run import export_tokenizer
 from moe_jax.run.export_tokenizer import byte_tokenizer_of, save_tokenizer, special_tokens_of
 from moe_jax.run.model_tokenizer import check_tokens, tokenizer_of_run
 from tests.convert.golden import changed
@@ -98,6 +99,16 @@ def test_a_run_chats_in_the_format_of_its_conversations(tmp_path):
         save_tokenizer(config, run)
         assert (run / "chat_template.jinja").read_text() == "taught"
         (run / "chat_template.jinja").unlink()
+
+
+def test_the_template_of_conversations_in_a_bucket_is_that_of_its_copy(tmp_path, monkeypatch):
+    run, tokens, url = tmp_path / "run", tmp_path / "tokens", "gs://bucket/tokens"
+    run.mkdir()
+    tokens.mkdir()
+    (tokens / "chat_template.jinja").write_text("taught")
+    monkeypatch.setattr(export_tokenizer, "local_outline", {url: tokens}.__getitem__)
+    save_tokenizer(Config(data=DataConfig(path=url)), run)
+    assert (run / "chat_template.jinja").read_text() == "taught"
 
 
 @pytest.mark.parametrize("value", ["</s>", 2.0, True, [1, "2"], {"a": 1}])
