@@ -20,10 +20,10 @@ from moe_jax.checkpoint.record import METADATA
 from moe_jax.checkpoint.save_barrier import COMMITTED as COMMIT_BARRIER
 from moe_jax.checkpoint.save_barrier import WRITTEN, SaveBarrier
 from moe_jax.checkpoint.storage import COMMITTED, BucketStorage
-from moe_jax.distributed.processes import is_main_process
+from moe_jax.distributed.processes import is_main_process, largest
 from moe_jax.files.object_store import ANSWER_S
 
-_WAIT_MS = 2000 * ANSWER_S  # for the other processes
+_SLOWEST = 10**7  # bytes per second of one process into a bucket, below which a save has failed
 
 
 @final
@@ -48,8 +48,9 @@ class BucketWriter:
 
     def write(self, step: int, state: Any, record: Mapping[str, Any]) -> None:
         """Begin to save a state, whose arrays may be donated as soon as this returns."""
-        written = self._stage(step, state)
-        self._pending = self._pool.submit(self._commit, step, written, record)
+        written, num_bytes = self._stage(step, state)
+        limit_s = ANSWER_S + largest(num_bytes) / _SLOWEST
+        self._pending = self._pool.submit(self._commit, step, written, record, limit_s)
 
     def wait_until_finished(self) -> None:
         """Wait for the save in progress. Raises its error."""
@@ -64,11 +65,14 @@ class BucketWriter:
         finally:
             self._pool.shutdown()
 
-    def _stage(self, step: int, state: Any) -> tensorstore.Transaction:
-        """Copy this process's shards into a transaction of its own database; of replicas, only the first."""
+    def _stage(self, step: int, state: Any) -> tuple[tensorstore.Transaction, int]:
+        """Copy this process's shards into a transaction of its own database; of replicas, only the first.
+
+        Return it with the number of their bytes.
+        """
         transaction, context = tensorstore.Transaction(), tensorstore.Context()
         database = {"driver": "ocdbt", "base": self._storage.spec(_database(step, jax.process_index()))}
-        copied = []
+        copied, num_bytes = [], 0
         for name, array in zip(names_of(state), jax.tree.leaves(state), strict=True):
             store = tensorstore.open(
                 {"driver": "zarr3", "kvstore": database | {"path": f"{name}/"}},
@@ -82,22 +86,27 @@ class BucketWriter:
             ).result()
             for shard in array.addressable_shards:
                 if shard.replica_id == 0:
+                    num_bytes += shard.data.nbytes
                     copied.append(store[shard.index].write(np.array(shard.data)).copy)
         for each in copied:
             each.result()
-        return transaction
+        return transaction, num_bytes
 
-    def _commit(self, step: int, written: tensorstore.Transaction, record: Mapping[str, Any]) -> None:
-        """Write the shards, and in process 0, once all processes have written theirs, all else; runs in a thread."""
+    def _commit(self, step: int, written: tensorstore.Transaction, record: Mapping[str, Any], limit_s: float) -> None:
+        """Write the shards, and in process 0, once all processes have written theirs, all else; runs in a thread.
+
+        `limit_s` is the time for the shards of a process.
+        """
+        wait_ms = round(2000 * limit_s)  # for the other processes
         try:
-            written.commit_async().result(timeout=ANSWER_S)
-            self._barrier(key=WRITTEN, timeout_ms=_WAIT_MS)
+            _write(written, limit_s)
+            self._barrier(key=WRITTEN, timeout_ms=wait_ms)
             if is_main_process():
                 self._join(step)
                 self._storage.folder.write(f"{step}/{METADATA}", json.dumps(record).encode())
                 self._before_commit()
                 self._storage.folder.write(f"{step}/{COMMITTED}", json.dumps({COMMIT_TIME: time.time_ns()}).encode())
-            self._barrier(key=COMMIT_BARRIER, timeout_ms=_WAIT_MS)
+            self._barrier(key=COMMIT_BARRIER, timeout_ms=wait_ms)
         except BaseException:
             self._barrier.end()
             raise
@@ -113,6 +122,13 @@ class BucketWriter:
             shards = tensorstore.KvStore.open(own, context=context).result()
             shards.experimental_copy_range_to(joined).result(timeout=ANSWER_S)
         transaction.commit_async().result(timeout=ANSWER_S)
+
+
+def _write(written: tensorstore.Transaction, limit_s: float) -> None:
+    try:
+        written.commit_async().result(timeout=limit_s)
+    except TimeoutError:
+        raise TimeoutError(f"it took more than {limit_s:.0f} s to write") from None
 
 
 def _database(step: int, process: int) -> str:

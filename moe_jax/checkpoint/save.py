@@ -131,10 +131,12 @@ class Checkpoints:
         self._manager = self._new_manager()  # once the files of the failed save are deleted
         if is_full_disk(problem):
             self._report_failure(step, "no room on the disk", "free some space")
-        elif isinstance(problem, DamagedError):
-            self._report_failure(step, f"it cannot be read back: {problem}", "see to its disk")
         else:
-            self._report_failure(step, first_line(problem) if problem else "another process failed", "see to its disk")
+            reason = first_line(problem) if problem else "another process failed"
+            damage = "it cannot be read back: " if isinstance(problem, DamagedError) else ""
+            in_bucket = isinstance(self._storage, BucketStorage)
+            cure = "see to the network and the rights in its bucket" if in_bucket else "see to its disk"
+            self._report_failure(step, f"{damage}{reason}", cure)
 
     def _quarantine(self, step: int, reason: str) -> None:
         try:

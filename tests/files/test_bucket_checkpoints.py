@@ -5,9 +5,12 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
+from moe_jax.checkpoint import bucket_writer
 from moe_jax.checkpoint.files import newest_checkpoint
+from moe_jax.checkpoint.save_barrier import SaveBarrier
 from moe_jax.checkpoint.storage import storage_of
 from moe_jax.errors import CheckpointError, ConfigError
 from moe_jax.files.local_copy import local_path
@@ -91,9 +94,31 @@ def test_a_failed_save_costs_only_itself(run: Path, store: Server, monkeypatch: 
         raise OSError(13, "no right")
 
     monkeypatch.setattr("moe_jax.checkpoint.save.upload_now", refused)
-    with pytest.raises(CheckpointError, match="its last checkpoint, of step 3, was not saved"), saving(run) as saves:
+    with pytest.raises(CheckpointError) as reported, saving(run) as saves:
         saves.save(3, damaged.state_of(3), data={})
+    assert "its last checkpoint, of step 3, was not saved ([Errno 13] no right): see to the network" in str(
+        reported.value
+    )
     assert steps(store) == ["1", "2"]
+
+
+def test_a_save_has_time_for_its_bytes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of large checkpoints, a fixed time would save none. The barrier waits for the slowest process."""
+    waits: list[int] = []
+    monkeypatch.setattr(bucket_writer, "ANSWER_S", 2)
+    monkeypatch.setattr(bucket_writer, "_SLOWEST", 10)
+    monkeypatch.setattr(SaveBarrier, "__call__", lambda self, *, key, timeout_ms: waits.append(timeout_ms))
+    state = damaged.state_of(3)
+    seconds = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 10
+    with saving(run) as checkpoints:
+        checkpoints.save(3, state, data={"next_index": 3})
+        assert checkpoints.newest() == 3
+    assert waits == [round(2000 * (2 + seconds))] * 2
+    monkeypatch.setattr(bucket_writer, "ANSWER_S", 0)
+    monkeypatch.setattr(bucket_writer, "_SLOWEST", 1e12)
+    late = r"of step 4, was not saved \(it took more than 0 s to write\)"
+    with pytest.raises(CheckpointError, match=late), saving(run) as checkpoints:
+        checkpoints.save(4, damaged.state_of(4), data={"next_index": 4})
 
 
 def test_a_damaged_checkpoint_is_moved_and_a_store_that_is_away_damages_none(
