@@ -12,7 +12,9 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -20,9 +22,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.stages import Compiled
 
+from moe_jax.checkpoint.files import steps_of
+from moe_jax.checkpoint.record import read_record
+from moe_jax.checkpoint.storage import storage_of
 from moe_jax.config import Config
-from moe_jax.config.grouped_products import AUTO, PassKernels
+from moe_jax.config.grouped_products import AUTO, PassKernels, passes_of
 from moe_jax.distributed.processes import from_process, is_main_process
+from moe_jax.errors import CheckpointError
 from moe_jax.measure.interleaved_timing import Call, InterleavedTimes, time_interleaved
 from moe_jax.models.grouped_matmul import blocks, blocks_dgrad, blocks_wgrad
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct, Pass, available
@@ -51,12 +57,22 @@ class MatmulShape(NamedTuple):
 Timing = Callable[[MatmulShape, Products], InterleavedTimes]
 
 
-def with_fastest_product(config: Config, mesh: Mesh, timing: Timing | None = None) -> Config:
-    """The config with auto replaced by the fastest product, as measured by process 0. Raises ConfigError."""
+def with_fastest_product(
+    config: Config, mesh: Mesh, timing: Timing | None = None, folder: Path | None = None
+) -> Config:
+    """The config with auto replaced by the fastest product, as measured by process 0. Raises ConfigError.
+
+    A run with checkpoints in its `folder` keeps the product of the newest one, if these devices can compute it: other
+    products round sums differently, and measured again, another one may be the fastest.
+    """
     if not is_timed(config, mesh):
         return config
-    fastest = _fastest(*candidates(config, mesh), timing or time_products) if is_main_process() else None
-    name = from_process(0, fastest)
+    name = ""
+    if is_main_process():
+        shape, products = candidates(config, mesh)
+        name = _saved(folder, products) if folder else ""
+        name = name or _fastest(shape, products, timing or time_products)
+    name = from_process(0, name)
     return dataclasses.replace(config, train=dataclasses.replace(config.train, grouped_product=name))
 
 
@@ -72,6 +88,19 @@ def candidates(config: Config, mesh: Mesh) -> tuple[MatmulShape, Products]:
     platform = ComputeConfig.of(config, mesh).platform
     shape = shape_of(config, mesh, platform)
     return shape, available(GROUPED_PRODUCTS[platform], capability_of(mesh.devices.flat[0]), shape.dtype)
+
+
+def _saved(folder: Path, products: Products) -> str:
+    """The product of the newest checkpoint whose record can be read, which is printed; "" if there is none."""
+    with suppress(CheckpointError, OSError):  # reported where the checkpoint is restored
+        for step in steps_of(folder):
+            with suppress(ValueError, KeyError, TypeError):
+                name = str(read_record(storage_of(folder), step).config["train"]["grouped_product"])
+                if set(passes_of(name) or [AUTO]) <= products.keys():
+                    print(f"train.grouped_product={name}, as in the checkpoint of step {step}", flush=True)
+                    return name
+                return ""
+    return ""
 
 
 def _fastest(shape: MatmulShape, products: Products, timing: Timing) -> str:

@@ -134,13 +134,13 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
     check_batch_split(config, batch_shards(mesh))
     check_wandb(config.log.wandb_project)
     check_goodput(config.log.goodput_job)
-    config = with_fastest_product(with_fastest_exchange(config, mesh), mesh)
+    folder = local_path(config.log.dir)
+    config = with_fastest_product(with_fastest_exchange(config, mesh), mesh, folder=folder)
     if choices := choices_of(config, mesh):
         config = choices.config
     data, batch_size = config.data, config.train.batch_size
     tokens = _open_tokens(config)
     check_same_data(tokens)
-    folder = local_path(config.log.dir)
     first_step = safe_step or resume_step(config, folder, damaged)
     if first_step == 0:
         check_source(config)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -216,3 +217,32 @@ def test_products_are_timed_for_real_and_a_wrong_one_is_left_out() -> None:
     assert found.failed["forward narrow"] == "ValueError: widths are no multiples of 64"
     assert found.failed["forward wrong"] == "ValueError: its results differ from those of blocks by 1.0e-01"
     assert len(found.failed) == 3
+
+
+@pytest.mark.parametrize(
+    ("saved", "kept"),
+    [
+        ("ragged", True),
+        ("pallas+ragged+blocks", True),
+        ("hopper", False),
+        ("pallas+hopper+blocks", False),
+        ("auto", False),
+        (None, False),
+    ],
+)
+def test_a_run_that_resumes_keeps_the_product_of_its_checkpoint(
+    saved: str | None, kept: bool, timed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured again, another one may be the fastest, and losses would not be those of an undisturbed run."""
+
+    def read_record(storage: object, step: int) -> SimpleNamespace:
+        if step == 9 or saved is None:
+            raise ValueError("damaged")
+        return SimpleNamespace(config={"train": {"grouped_product": saved}})
+
+    monkeypatch.setattr(grouped_product, "steps_of", lambda folder: [9, 6, 3])
+    monkeypatch.setattr(grouped_product, "read_record", read_record)
+    config, timing = config_of(), Timing(SECONDS)
+    found = with_fastest_product(config, make_mesh(config.mesh), timing, tmp_path)
+    assert found.train.grouped_product == (saved if kept else "pallas")
+    assert len(timing.asked) == (not kept)
