@@ -61,7 +61,11 @@ class LocalCopy:
         stamps = self._stamps()
         changed = [name for name, stamp in stamps.items() if self._uploaded.get(name) != stamp]
         for name in sorted(changed, key=lambda name: (name.startswith("config."), name)):
-            if content := (self.path / name).read_bytes():
+            try:
+                content = (self.path / name).read_bytes()
+            except FileNotFoundError:  # it has just been renamed or deleted
+                continue
+            if content:
                 ObjectFolder(self.url).write(name, content)
             self._uploaded[name] = stamps[name]
 
@@ -69,7 +73,7 @@ class LocalCopy:
         found = {}
         for file in self.path.rglob("*"):
             name = file.relative_to(self.path).as_posix()
-            if not _is_left_out(name) and not name.endswith(_UNFINISHED):
+            if not _is_left_out(name) and not any(part.endswith(_UNFINISHED) for part in name.split("/")):
                 with suppress(FileNotFoundError):  # it has just been renamed or deleted
                     if stat.S_ISREG((facts := file.stat()).st_mode):
                         found[name] = (facts.st_mtime_ns, facts.st_size)

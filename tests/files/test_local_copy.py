@@ -61,6 +61,8 @@ def test_what_has_changed_is_uploaded_and_nothing_else(store: Server) -> None:
     (run / "metrics.jsonl").write_text("{}\n")
     (run / "old.part").write_text("unfinished")
     (run / "empty").touch()
+    (run / "trace.part").mkdir()
+    (run / "trace.part" / "x").write_text("unfinished")
     with Uploads(run):
         upload_now(run)
         assert store.objects.keys() - before.keys() == {"runs/a/metrics.jsonl"}
@@ -68,6 +70,25 @@ def test_what_has_changed_is_uploaded_and_nothing_else(store: Server) -> None:
     assert store.objects["runs/a/old"][1] == b"newer", "at the end"
     with Uploads(Path("elsewhere")):
         upload_now(Path("elsewhere"))
+
+
+def test_a_file_that_vanishes_is_not_uploaded(store: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that is about to be committed must not fail for it."""
+    run = local_path(URL)
+    run.mkdir()
+    for name in "abc":
+        (run / name).write_text(name)
+    read = Path.read_bytes
+
+    def read_bytes(path: Path) -> bytes:
+        if path.name == "b":
+            path.unlink(missing_ok=True)
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    with Uploads(run):
+        upload_now(run)
+    assert sorted(store.objects) == ["runs/a/a", "runs/a/c"]
 
 
 def test_a_failed_upload_is_reported_once_and_raised_at_the_end(
