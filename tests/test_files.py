@@ -3,13 +3,13 @@
 import errno
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moe_jax.files.atomic import AppendOnlyFile, all_or_nothing, check_writable, write_together
+from moe_jax.files.atomic import AppendOnlyFile, all_or_nothing, check_writable, reason, write_together
 from tests.bad_input.cases import tree
 
 
@@ -27,6 +27,26 @@ def test_where_one_file_cannot_be_written_none_is(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         write_together({tmp_path / "a": b"new", tmp_path / "in" / "c": b"new", tmp_path / "b": b"new"})
     assert tree(tmp_path) == before
+
+
+def test_processes_that_write_a_shared_file_at_once_write_it_whole(tmp_path: Path) -> None:
+    """With one temporary name, the second would cut what the first has written, and one find its file gone."""
+    path, whole = tmp_path / "cache", {text: text.encode() * 1000 for text in ("one", "two")}
+
+    def pieces() -> Iterator[bytes]:
+        yield whole["one"][:1500]
+        write_together({path: whole["two"]}, is_shared=True)
+        check_writable(path)
+        assert path.read_bytes() == whole["two"]
+        yield whole["one"][1500:]
+
+    write_together({path: pieces()}, is_shared=True)
+    assert tree(tmp_path) == {"cache": whole["one"]}
+
+
+@pytest.mark.parametrize("name", ["cache", "cache.part", "cache.0a1b2c3d.part"])
+def test_an_error_names_the_file_and_not_its_temporary_one(name: str) -> None:
+    assert reason(OSError(errno.EACCES, "Permission denied", f"in/{name}")) == "in/cache: Permission denied"
 
 
 @pytest.mark.parametrize("existed", [False, True])

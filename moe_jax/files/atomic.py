@@ -2,6 +2,8 @@
 
 import errno
 import os
+import re
+import secrets
 import shutil
 import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -12,6 +14,7 @@ from typing import Self, final
 from moe_jax.errors import is_full_disk
 
 _UNFINISHED = ".part"
+_TEMPORARY = r"(\.[0-9a-f]{8})?\.part$"  # what a temporary name has besides that of the file
 
 
 def is_private_folder(folder: Path) -> bool:
@@ -20,9 +23,12 @@ def is_private_folder(folder: Path) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace the file at `path` by `text`; if the process dies meanwhile, the old file remains. Raises OSError."""
-    write_together({path: text.encode()})
+def write_atomically(path: Path, text: str, is_shared: bool = False) -> None:
+    """Replace the file at `path` by `text`; if the process dies meanwhile, the old file remains. Raises OSError.
+
+    A file that `is_shared` may be written by several processes at once, of which the last one counts.
+    """
+    write_together({path: text.encode()}, is_shared)
 
 
 def write_pieces_atomically(path: Path, pieces: Iterable[bytes]) -> None:
@@ -30,12 +36,12 @@ def write_pieces_atomically(path: Path, pieces: Iterable[bytes]) -> None:
     write_together({path: pieces})
 
 
-def write_together(contents: Mapping[Path, bytes | Iterable[bytes]]) -> None:
+def write_together(contents: Mapping[Path, bytes | Iterable[bytes]], is_shared: bool = False) -> None:
     """Write several files, whole or in pieces, and their parent folders if all can be written, and none otherwise.
 
-    Raises OSError.
+    Files that are not shared have one temporary name, so that what a killed process leaves is replaced. Raises OSError.
     """
-    temporary = {path: _temporary(path) for path in contents}
+    temporary = {path: _temporary(path, is_shared) for path in contents}
     with parent_folders(contents):
         try:
             for path, unfinished in temporary.items():
@@ -152,16 +158,17 @@ def check_writable(*paths: Path) -> None:
             raise _problem(errno.ENOTDIR, above)
     with parent_folders(paths):
         for path in paths:  # checking permissions is not enough: some file systems do not accept files from anybody
+            probe = _temporary(path, is_shared=True)
             try:
-                _temporary(path).open("ab").close()
+                probe.open("ab").close()
             except OSError as error:
                 raise _problem(error.errno or 0, path) from None
-            _temporary(path).unlink()
+            probe.unlink()
 
 
 def reason(error: OSError) -> str:
     """Return the file or folder at fault, and what is wrong with it."""
-    return f"{str(error.filename).removesuffix(_UNFINISHED)}: {error.strerror}"
+    return f"{re.sub(_TEMPORARY, '', str(error.filename))}: {error.strerror}"
 
 
 @contextmanager
@@ -178,8 +185,9 @@ def parent_folders(paths: Collection[Path]) -> Iterator[None]:
                 each.rmdir()
 
 
-def _temporary(path: Path) -> Path:
-    return path.with_name(f"{path.name}{_UNFINISHED}")
+def _temporary(path: Path, is_shared: bool) -> Path:
+    own = f".{secrets.token_hex(4)}" if is_shared else ""
+    return path.with_name(f"{path.name}{own}{_UNFINISHED}")
 
 
 def _problem(number: int, path: Path) -> OSError:

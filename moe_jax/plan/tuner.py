@@ -43,7 +43,7 @@ def read_tuned(path: Path, of: Mapping[str, Any]) -> Tuned | None:
 def write_tuned(path: Path, of: Mapping[str, Any], tuned: Tuned) -> None:
     """Add an entry to the file, replacing one for the same values. Raises ConfigError or OSError."""
     others = [each for each in _entries(path) if each["of"] != _as_read(of)]
-    write_atomically(path, json.dumps([*others, {"of": of} | tuned._asdict()], indent=1) + "\n")
+    write_atomically(path, json.dumps([*others, {"of": of} | tuned._asdict()], indent=1) + "\n", is_shared=True)
 
 
 def _as_read(of: Mapping[str, Any]) -> Any:

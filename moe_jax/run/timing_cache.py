@@ -47,7 +47,8 @@ class TimingCache(NamedTuple):
                 others = [each for each in _entries(file) if each["of"] != key]
             except ValueError:
                 others = []
-            write_atomically(file, json.dumps([*others, {"of": key, "seconds": seconds}], indent=1) + "\n")
+            text = json.dumps([*others, {"of": key, "seconds": seconds}], indent=1)
+            write_atomically(file, f"{text}\n", is_shared=True)
         except (OSError, RuntimeError) as error:
             _warn(f"times of {self.subject} cannot be cached ({_reason(error)}): the next run times them again")
 

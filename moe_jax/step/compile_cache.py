@@ -51,7 +51,7 @@ def compiled(source: Lowered | StepProgram) -> Compiled:
     program = _checked(source.compile())
     # programs that call back into Python (background sends) cannot be stored, nor can any on a full disk
     with suppress(AttributeError, TypeError, ValueError, NotImplementedError, OSError):
-        write_together({path: serialize(program)[0]})
+        write_together({path: serialize(program)[0]}, is_shared=True)
     return program
 
 
@@ -100,7 +100,7 @@ def cached_number(name: str, measure: Callable[[], float]) -> float:
         return float(path.read_text())
     number = measure()
     with suppress(OSError):  # the disk is full
-        write_atomically(path, repr(number))
+        write_atomically(path, repr(number), is_shared=True)
     return number
 
 
