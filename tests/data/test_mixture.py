@@ -51,6 +51,14 @@ def test_counts_are_the_weights(weights: tuple[float, ...]) -> None:
     assert counted(mixed, 20) == mixed.counts(20)
 
 
+def test_an_entry_that_changes_no_weight_changes_no_order() -> None:
+    """A run resumes with it, also for a step that it has trained."""
+    plain = mixture((0.7, [[6, 0.2]]), (0.3, []))
+    named = mixture((0.7, [[1, 0.7], [3, 0.7], [6, 0.2], [7, 0.2]]), (0.3, [[4, 0.3]]))
+    assert named.changes == plain.changes
+    assert [named.counts(batches) for batches in range(12)] == [plain.counts(batches) for batches in range(12)]
+
+
 def test_weights_change_in_the_step_that_is_named() -> None:
     mixed = mixture((1, [[3, 0], [6, 0.75]]), (0, [[3, 2], [6, 0.25]]))
     found = [counted_in(mixed, batch) for batch in range(7)]

@@ -79,8 +79,9 @@ class DataConfig(HashedOnce):
     @property
     def weight_steps(self) -> tuple[int, ...]:
         """The first step, and each one from which a source has another weight, in order."""
-        changes = (int(step) for source in self.mixture for step, _ in source.weight_schedule)
-        return tuple(sorted({1, *changes}))
+        steps = sorted({1, *(int(step) for source in self.mixture for step, _ in source.weight_schedule)})
+        weights = [[source.weight_at(step) for source in self.mixture] for step in steps]
+        return tuple(step for n, step in enumerate(steps) if n == 0 or weights[n] != weights[n - 1])
 
     @property
     def path_names(self) -> tuple[str, ...]:
