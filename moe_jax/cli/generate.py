@@ -18,7 +18,7 @@ from moe_jax.config.yaml_io import load_config, load_draft
 from moe_jax.data.chat_template import ChatTemplate
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.distributed import processes
-from moe_jax.errors import CommandParser, ConfigError, run_command
+from moe_jax.errors import CommandParser, ConfigError, DataError, run_command
 from moe_jax.files.local_copy import local_path
 from moe_jax.files.places import place
 from moe_jax.models.sampling import Sampling
@@ -137,11 +137,15 @@ def _print_stream(generator: TextGenerator, prompt: Prompt) -> str:
 
 
 def _converse(generator: TextGenerator, system: str | None) -> None:
-    """Answer the questions on stdin, line by line."""
+    """Answer the questions on stdin, line by line. Raises DataError for a line that is no text."""
     messages = [] if system is None else [{"role": "system", "content": system}]
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
-        if not (line := sys.stdin.readline()):
+        try:
+            line = sys.stdin.readline()
+        except UnicodeDecodeError:
+            raise DataError(f"standard input is not {sys.stdin.encoding} text: convert it, e.g. with iconv") from None
+        if not line:
             return
         if line.strip():
             messages.append({"role": "user", "content": line.strip()})

@@ -1,8 +1,13 @@
 """Text that arrives token by token: no character, line break or stop string is shown in part."""
 
+import io
+import sys
+
 import pytest
 
+from moe_jax.cli import generate
 from moe_jax.data.tokenizer import ByteTokenizer
+from moe_jax.errors import DataError
 from moe_jax.run.sample import TextStream
 
 BYTES = ByteTokenizer()
@@ -46,3 +51,14 @@ def test_the_begin_of_a_stop_string_is_shown_once_it_is_none():
 
 def test_the_first_of_several_stop_strings_counts():
     assert pieces("a1b2c", ("2", "1"), 20)[1].text == "a"
+
+
+def test_questions_that_are_no_text_end_a_chat_with_one_line(monkeypatch):
+    """Those before are answered."""
+    asked = []
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\n" * 5000 + b"caf\xe9\n"), encoding="utf-8"))
+    monkeypatch.setattr(generate, "_print_stream", lambda generator, prompt: asked.append(prompt) or "an answer")
+    with pytest.raises(DataError) as refusal:
+        generate._converse(None, None)
+    assert str(refusal.value) == "standard input is not utf-8 text: convert it, e.g. with iconv"
+    assert asked
