@@ -10,7 +10,7 @@ def gate_parameters(model: ModelConfig) -> dict[str, tuple[dict[str, int], str |
     sizes = {
         "model": model.hidden_size,
         "choices": moe.num_experts,
-        "latent": moe.latent_router_width,
+        "router_latent": moe.latent_router_width,
         "slots": moe.slots_per_expert,
         "one": 1,
     }

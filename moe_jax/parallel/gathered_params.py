@@ -25,7 +25,7 @@ from moe_jax.parallel.trees import Gathers, ParamDims, ShardSpecs
 from moe_jax.parallel.zero import ShardSpec, all_gather_in_order, ranks_of
 
 _ACTIVATIONS = (("context",), ("tensor",))  # axes of other gathers
-_ROUTERS = {"choices", "slots"}  # dimensions of gates' matrices, which compute in float32
+_ROUTERS = {"router_latent", "choices", "slots"}  # dimensions of gates' matrices, which compute in float32
 _SMALL_BYTES = 2**24  # of a whole array: smaller ones share a gather
 
 _LANES, _TILE_ROWS = 128, 16  # of a tile of 16-bit numbers on TPUs; of wider ones, two

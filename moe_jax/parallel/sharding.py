@@ -24,6 +24,7 @@ AXES_OF_DIM: dict[str, tuple[Axis, ...]] = {
     "joined": (),  # an embedding and features, one after the other
     "head": (),
     "latent": (),  # every tensor rank computes the latents of its own tokens
+    "router_latent": (),  # a space into which a gate projects tokens
     "choices": (),  # experts as the router's outputs
     "slots": (),  # the slots of each expert
     "channels": (),  # features of all heads that a delta net convolves

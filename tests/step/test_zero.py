@@ -1,16 +1,23 @@
 """State cut over devices: the same training, less memory of each device, and gradients that travel once."""
 
 import dataclasses
+import re
 
 import chex
 import jax
 import numpy as np
 import pytest
 
-from moe_jax.config import Config, OptimizerConfig
+from moe_jax.config import Config, ModelConfig, MoEConfig, OptimizerConfig
 from moe_jax.measure.hlo import parse
 from moe_jax.measure.traffic import bytes_sent
+from moe_jax.models.gates import GATES
+from moe_jax.models.parameters import param_dims
 from moe_jax.models.transformer import ComputeConfig
+from moe_jax.parallel.gathered_params import gathers_of
+from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.sharding import map_dims
+from moe_jax.parallel.zero import ShardSpec
 from moe_jax.plan.clusters import find_cluster
 from moe_jax.plan.param_gathers import gathered_bytes
 from moe_jax.plan.traffic import traffic
@@ -115,3 +122,14 @@ def test_sharded_parameters_are_gathered_for_each_pass(schedule, axes):
     assert sent["reduce-scatter"] + sent["all-reduce"] == pytest.approx(planned["gradients"], rel=0.05)
     for leaf in jax.tree.leaves(trainer.state_shapes):
         assert "data" not in str(leaf.sharding.spec)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_a_gate_is_gathered_in_float32(gate):
+    moe = MoEConfig(gate=gate, num_experts=8, top_k=1, bias=True, capacity_factor=1.0)
+    dims = param_dims(ModelConfig(moe=moe))
+    specs = map_dims(lambda _: ShardSpec(0, (Axis.DATA,)), dims)
+    gathers = gathers_of(specs, dims, "bfloat16", "cpu", experts="compute", rounds_embedding=True)
+    sent = {jax.tree_util.keystr(path): own.sent for path, own in jax.tree.leaves_with_path(gathers)}
+    assert {sent[path] for path in sent if re.search(r"\['moe'\]\['\w+'\]$", path)} <= {"float32"}
+    assert {sent[path] for path in sent if "'query'" in path} == {"bfloat16"}

@@ -19,8 +19,8 @@ FACTS = GateFacts(
     listed=4,
     settings=("router_rank",),
     parameters=(
-        GateParameter("router_projection", ("model", "latent"), "normal"),
-        GateParameter("router", ("latent", "choices"), "normal"),
+        GateParameter("router_projection", ("model", "router_latent"), "normal"),
+        GateParameter("router", ("router_latent", "choices"), "normal"),
         GateParameter("temperature", ("one",), 0.3),
     ),
 )
