@@ -84,6 +84,25 @@ def test_rows_of_copies_are_computed_by_copies(monkeypatch, schedule, module, fu
     assert sharded_gradients(config, params, tokens).loss != pytest.approx(float(expected.loss), rel=1e-5)
 
 
+@pytest.mark.parametrize("gather", ["prefetch", "block"])
+def test_copies_of_the_backward_pass_are_of_weights_gathered_for_it(monkeypatch, gather):
+    """Those of the forward pass would stay in memory. The highest block keeps its weights."""
+    schedule = {"policy": "unified", "microbatches": 2, "remat": "full", "unroll": 3}
+    config = config_of(2, 2, model={"num_layers": 3}, schedule=schedule)
+    config = copying(dataclasses.replace(config, optimizer=OptimizerConfig(zero=3)), 2)
+    schedule = dataclasses.replace(config.schedule, param_gather=gather)
+    config = dataclasses.replace(config, schedule=schedule)
+    sent, parts_of_copies = [], hot_copies.parts_of_copies
+    monkeypatch.setattr(
+        hot_copies, "parts_of_copies", lambda experts, *rest: sent.append(experts) or parts_of_copies(experts, *rest)
+    )
+    trainer = make_trainer(config, mesh_of(config))
+    jax.eval_shape(trainer.step, trainer.state_shapes, tokens_of(config))
+    assert len(sent) == 6, "three blocks, forward and backward"
+    same = [len({id(leaf) for each in (sent[f], sent[5 - f]) for leaf in jax.tree.leaves(each)}) == 3 for f in range(3)]
+    assert same == [False, False, True], "by block"
+
+
 def test_twenty_steps_are_the_same():
     """The first loss bit for bit; afterwards parameters have learned from sums in another order.
 

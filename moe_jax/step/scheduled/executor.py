@@ -109,6 +109,8 @@ class Tasks:
         runs.get(action.op, partial(self.transfers.send, self.flow, order=self.order))(action)
         if action.op == "dispatch":
             self._send_copies("F", action.block)
+        if self.gathering is not None and self.gathering.whole is self.blocks:
+            self.gathering.release(action, self.dims.shape)
 
     def _send_copies(self, of: Pass, block: int) -> None:
         if self.dims.compute.hot_experts:

@@ -14,6 +14,7 @@ from moe_jax.parallel.gathered_params import ParamGather, flat_shards, from_flat
 from moe_jax.parallel.trees import Tree
 from moe_jax.parallel.zero import ranks_of
 from moe_jax.schedule.actions import Action
+from moe_jax.schedule.shape import ChainStage, StepShape
 from moe_jax.step.scheduled.issue_order import IssueOrder
 from moe_jax.step.scheduled.scan_residuals import ScanBody
 
@@ -64,6 +65,7 @@ class ParamGathering:
         in_background = REDUCTION_FACTS.of(config.exchange.reduction).in_background
         self._started = _started_in_background if in_background else _gathered
         self._in_flight: dict[tuple[Owner, bool], Callable[[], Tree]] = {}  # by owner, and whether it has its experts
+        self._done: set[Action] = set()  # F tasks that computed with weights
 
     def run(self, action: Action, order: IssueOrder) -> None:
         """Run a P task, in the order of the schedule's collectives."""
@@ -81,6 +83,17 @@ class ParamGathering:
             arrived = self._in_flight.pop((owner, experts), None)
             if arrived is not None:
                 self._put(owner, experts, arrived())
+
+    def release(self, action: Action, shape: StepShape) -> None:
+        """Remove a block's weights after its last F task if they are gathered again for its B tasks: what reads them
+        in between would keep them in memory.
+        """
+        if action.op not in ("attend", "expert") or shape.param_gather_of(action._replace(direction="B")) is None:
+            return
+        self._done.add(action)
+        last = ChainStage("expert" if shape.kinds[action.block] == "moe" else "attend", action.block)
+        if self._done.issuperset(shape.tasks_of("F", last)):
+            self.whole.pop(action.block)
 
     def _put(self, owner: Owner, experts: bool, gathered: Tree) -> None:
         if not experts:
