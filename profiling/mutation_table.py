@@ -406,8 +406,8 @@ MUTATIONS = (
     Mutation(
         "parts_gathered_in_another_order",
         "parallel/zero.py",
-        'for axes in reversed(self.axes) if platform == "tpu"',
-        'for axes in self.axes if platform == "tpu"',
+        "for axis in reversed(self.axes)]",
+        "for axis in self.axes]",
         "parameters that were updated in parts are put together wrongly",
         ["tests/parallel/test_zero.py"],
     ),

@@ -20,11 +20,14 @@ from jaxtyping import Array, Num
 
 from moe_jax.parallel.byte_numbers import PARTS, from_byte_numbers, to_byte_numbers
 from moe_jax.parallel.eight_bits import count_bytes, from_bytes, to_bytes
+from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.sharding import Dims, is_matrix, map_dims
 from moe_jax.parallel.trees import Gathers, ParamDims, ShardSpecs
 from moe_jax.parallel.zero import ShardSpec, all_gather_in_order, ranks_of
 
-_ACTIVATIONS = (("context",), ("tensor",))  # axes of other gathers
+# A plain step gathers a block's parameters also over this axis, which has size 1 there. It changes nothing, but tells
+# these gathers from those of activations.
+_OF_PARAMETERS = Axis.PIPELINE
 _ROUTERS = {"router_latent", "choices", "slots"}  # dimensions of gates' matrices, which compute in float32
 _SMALL_BYTES = 2**24  # of a whole array: smaller ones share a gather
 
@@ -54,8 +57,8 @@ class ParamGather:
         return replace(self, shard_spec=self.shard_spec.unstacked())
 
     def gather(self, shard: jax.Array) -> jax.Array:
-        """Return the whole array."""
-        return gather_in_order([self], [shard])[0]
+        """Return the whole array, in a plain step."""
+        return self.restored(self.sent_spec.all_gather(self.cast(shard), self.platform, _OF_PARAMETERS), shard.shape)
 
     def cast(self, shard: jax.Array) -> jax.Array:
         """Return a shard as it is sent."""
@@ -105,12 +108,8 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 
 def save_all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
-    """A policy of `jax.checkpoint`: the backward pass gathers parameters again, and recomputes nothing else.
-
-    Parameters that only context ranks, or only tensor ranks, have shards of are saved: their gathers look like those of
-    activations.
-    """
-    return primitive.name != "all_gather" or params["axis_name"] in _ACTIVATIONS
+    """A policy of `jax.checkpoint`: the backward pass gathers parameters again, and recomputes nothing else."""
+    return primitive.name != "all_gather" or _OF_PARAMETERS not in params["axis_name"]
 
 
 def gathers_of(

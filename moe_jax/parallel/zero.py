@@ -37,14 +37,14 @@ class ShardSpec:
         size = x.shape[self.dim] // ranks_of(self.axes)
         return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(self.axes) * size, size, self.dim)
 
-    def all_gather(self, x: jax.Array, platform: str) -> jax.Array:
-        """All-gather the shards of all devices.
+    def all_gather(self, x: jax.Array, platform: str, *of_size_1: Axis) -> jax.Array:
+        """All-gather the shards of all devices. `of_size_1`: axes to name as well, along which there is one device.
 
         On TPU there is one all-gather per axis, because XLA:TPU cannot hide one over several axes.
         """
         with jax.named_scope("gather_parameters"):
-            for axes in reversed(self.axes) if platform == "tpu" else filter(None, [self.axes]):
-                x = jax.lax.all_gather(x, axes, axis=self.dim, tiled=True)
+            for axes in [(axis,) for axis in reversed(self.axes)] if platform == "tpu" else filter(None, [self.axes]):
+                x = jax.lax.all_gather(x, (*axes, *of_size_1), axis=self.dim, tiled=True)
         return x
 
     def reduce_scatter(self, x: jax.Array, platform: str) -> jax.Array:

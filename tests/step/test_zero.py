@@ -7,6 +7,7 @@ import chex
 import jax
 import numpy as np
 import pytest
+from jax.extend.core import Jaxpr, jaxprs_in_params
 
 from moe_jax.config import Config, ModelConfig, MoEConfig, OptimizerConfig
 from moe_jax.measure.hlo import parse
@@ -122,6 +123,37 @@ def test_sharded_parameters_are_gathered_for_each_pass(schedule, axes):
     assert sent["reduce-scatter"] + sent["all-reduce"] == pytest.approx(planned["gradients"], rel=0.05)
     for leaf in jax.tree.leaves(trainer.state_shapes):
         assert "data" not in str(leaf.sharding.spec)
+
+
+def gathered_in(jaxpr: Jaxpr, name: str) -> list[list[tuple[int, ...]]]:
+    """The shapes that each operation of a name gathers inside of it."""
+
+    def inside(jaxpr: Jaxpr) -> list[tuple[int, ...]]:
+        own = [eqn.outvars[0].aval.shape for eqn in jaxpr.eqns if eqn.primitive.name == "all_gather"]
+        return own + [shape for eqn in jaxpr.eqns for each in jaxprs_in_params(eqn.params) for shape in inside(each)]
+
+    found = []
+    for eqn in jaxpr.eqns:
+        for each in jaxprs_in_params(eqn.params):
+            found += [inside(each)] if eqn.primitive.name == name else gathered_in(each, name)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mesh", "experts"), [({"context": 2}, [(8, 16, 12), (8, 12, 16)]), ({"tensor": 2}, [])], ids=str
+)
+def test_a_plain_step_gathers_again_what_only_one_axis_shards(mesh, experts):
+    """The backward pass gathers a block's matrices, but not the keys and values of context ranks."""
+    config = small_config(1, 1, exchange={"context_form": "all_gather"}, **mesh, **LOOPED)
+    config = dataclasses.replace(config, optimizer=OptimizerConfig(zero=3))
+    trainer = make_trainer(config, mesh_of(config))
+    program = trainer.step.trace(trainer.state_shapes, tokens_of(config)).jaxpr
+    forward, backward = gathered_in(program.jaxpr, "scan")
+    assert {(16, 8), *experts} <= set(forward), "the router and experts"
+    assert {(16, 8), *experts} <= set(backward)
+    keys = (8, 12, 2, 4)
+    assert (keys in forward) == (mesh == {"context": 2})
+    assert keys not in backward
 
 
 @pytest.mark.parametrize("gate", GATES)
