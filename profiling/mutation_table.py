@@ -853,8 +853,8 @@ MUTATIONS = (
     Mutation(
         "vectors_decay",
         "step/optimizer.py",
-        "len(parameter.spaces) > 1",
-        "len(parameter.spaces) > 0",
+        "if parameter.decays else 0.0",
+        "if parameter.dims else 0.0",
         "norms and biases are pulled to 0",
         ["tests/step/test_optimizer.py"],
     ),
@@ -908,7 +908,7 @@ MUTATIONS = (
     ),
     Mutation(
         "heads_orthogonalized_apart",
-        "step/optimizers/protocol.py",
+        "parallel/sharding.py",
         '"head" if "head" in name else name',
         "name",
         "attention's projections are no matrices, and Muon leaves them to AdamW",

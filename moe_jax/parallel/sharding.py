@@ -1,5 +1,6 @@
 """The table from dimensions of arrays to mesh axes, and the shardings that follow from it."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,10 @@ AXES_OF_DIM: dict[str, tuple[Axis, ...]] = {
 }
 
 
+STACKS = ("layers", "experts")  # dimensions that count arrays
+_NO_SPACES = (*STACKS, "taps")
+
+
 def partition(dims: Dims, experts: Axes = Axis.EXPERT) -> PartitionSpec:
     """Return the PartitionSpec of an array with these dimensions. `experts`: the axes over which experts are sharded.
 
@@ -59,11 +64,19 @@ def map_dims(function: Callable[[Dims], Any], dims: Tree) -> Tree:
     return jax.tree.map(function, dims, is_leaf=lambda leaf: isinstance(leaf, tuple))
 
 
-def is_matrix(dims: Dims) -> bool:
-    """Whether an array maps one space to another. Heads and their width count as one dimension; layers, experts and the
-    tokens of a convolution do not count.
+def spaces_of(dims: Dims) -> tuple[tuple[int, ...], ...]:
+    """Return the spaces that an array maps between, each as the indices of its dimensions.
+
+    Heads and their width are one space. What counts arrays is none, and neither are the tokens of a convolution, whose
+    kernel has a vector for each of them.
     """
-    return len({"head" if "heads" in name else name for name in dims} - {"layers", "experts", "taps"}) > 1
+    own = [(index, "head" if "head" in name else name) for index, name in enumerate(dims) if name not in _NO_SPACES]
+    return tuple(tuple(index for index, _ in same) for _, same in itertools.groupby(own, key=lambda each: each[1]))
+
+
+def is_matrix(dims: Dims) -> bool:
+    """Whether an array maps one space to another."""
+    return len(spaces_of(dims)) > 1
 
 
 def shardings(mesh: Mesh, specs: Tree) -> Tree:

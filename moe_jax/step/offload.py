@@ -26,7 +26,7 @@ RuleOf = Callable[[Tree], optax.GradientTransformationExtraArgs]
 
 def is_offloaded(parameter: Parameter) -> bool:
     """Whether the moments of an array are in host memory."""
-    return len(parameter.spaces) > 1
+    return parameter.is_matrix
 
 
 def in_host_memory(placed: Tree, parameters: Tree) -> Tree:

@@ -113,7 +113,7 @@ def group_factors(optimizer: OptimizerConfig, parameters: Tree) -> tuple[Tree, T
             _refuse(f"optimizer.groups[{number}].match={group.match}", group.match, names)
     decays, factors = [], []
     for (_, parameter), name, own in zip(leaves, names, group_of, strict=True):
-        decay, factor = optimizer.weight_decay if len(parameter.spaces) > 1 else 0.0, 1.0
+        decay, factor = optimizer.weight_decay if parameter.decays else 0.0, 1.0
         if own is not None:
             group = optimizer.groups[own]
             decay, factor = decay if group.weight_decay is None else group.weight_decay, group.learning_rate_factor

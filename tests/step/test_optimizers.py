@@ -16,19 +16,21 @@ import optax
 import pytest
 from optax.contrib import scale_by_muon
 
-from moe_jax.config import Config, LatentConfig, OptimizerConfig
+from moe_jax.config import Config, LatentConfig, ModelConfig, OptimizerConfig
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.registry import OPTIMIZER_FACTS
 from moe_jax.config.yaml_io import load_config
-from moe_jax.models.parameters import in_order, param_dims, stored
+from moe_jax.models.parameters import in_order, param_dims, param_shapes, stored
 from moe_jax.plan.memory import step_memory
+from moe_jax.plan.resources import owned_parameters
 from moe_jax.step.context import StepContext
-from moe_jax.step.optimizer import make_optimizer, state_partitions
+from moe_jax.step.optimizer import known_parameters, make_optimizer, state_partitions
 from moe_jax.step.optimizers import OPTIMIZERS
 from moe_jax.step.optimizers.muon import orthogonalized
 from moe_jax.step.optimizers.protocol import Parameter
 from tests.compiled import run_checked
 from tests.muon_reference import newton_schulz
+from tests.plan.test_orthogonalizing import MODELS
 from tests.small import first_params, small_config
 from tests.step.gradients import mesh_of
 
@@ -107,6 +109,17 @@ MATRICES = {
     "up": (16, None),
     "down": (None, 16),
 }
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_plans_know_which_parameters_are_muons(model: ModelConfig) -> None:
+    """Kernels of depthwise convolutions are AdamW's, as in the models that Muon has trained."""
+    known, shapes = known_parameters(param_dims(model)), param_shapes(model)
+    own = jax.tree.map(lambda parameter, x: x.size * parameter.is_hidden_matrix, known, shapes)
+    planned = [block.hidden_matrices for block in owned_parameters(model)[1:-1]]
+    assert sum(jax.tree.leaves(own)) == sum(each.whole + each.heads_and_hidden + each.expert for each in planned)
+    decays = jax.tree.leaves_with_path(jax.tree.map(lambda parameter: parameter.decays, known))
+    assert all(decay for path, decay in decays if re.search(r"'conv(_query|_key|_value)?'", jax.tree_util.keystr(path)))
 
 
 def test_muon_is_its_definition_in_numpy() -> None:

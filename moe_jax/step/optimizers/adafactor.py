@@ -87,6 +87,5 @@ def _updated(
         row = moved(row, mean_over(square, matrix.columns, spec))
         column = moved(column, mean_over(square, matrix.rows, spec))
         update = g * jax.lax.rsqrt(row / mean_over(row, matrix.rows, spec)) * jax.lax.rsqrt(column)
-    own = [dim for space in parameter.spaces for dim in space]
-    rms = jnp.sqrt(mean_over(jnp.square(update), own, spec))
+    rms = jnp.sqrt(mean_over(jnp.square(update), parameter.unstacked, spec))
     return update / jnp.maximum(1.0, rms / _MOST_RMS), row, column, whole

@@ -1,6 +1,5 @@
 """What every optimizer is made of: a function from gradients to updates, and what it knows of each parameter."""
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,10 +11,8 @@ from jax.sharding import PartitionSpec
 
 from moe_jax.config import OptimizerConfig
 from moe_jax.parallel.ordering import depend_on
-from moe_jax.parallel.sharding import REPLICATED, Dims
+from moe_jax.parallel.sharding import REPLICATED, STACKS, Dims, is_matrix, spaces_of
 from moe_jax.parallel.trees import Tree
-
-_STACKS = ("layers", "experts")  # dimensions that count matrices
 
 
 @dataclass(frozen=True)
@@ -40,17 +37,27 @@ class Parameter:
     is_gate: bool = False  # whether it belongs to a gate
 
     @cached_property
-    def spaces(self) -> tuple[tuple[int, ...], ...]:
-        """The spaces that the array maps between, as dimensions: heads and their width are one space."""
-        own = [(dim, "head" if "head" in name else name) for dim, name in enumerate(self.dims) if name not in _STACKS]
-        return tuple(tuple(dim for dim, _ in same) for _, same in itertools.groupby(own, key=lambda each: each[1]))
+    def unstacked(self) -> tuple[int, ...]:
+        """The dimensions of the array of one block and one expert."""
+        return tuple(dim for dim, name in enumerate(self.dims) if name not in STACKS)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it maps one space to another. The kernels of depthwise convolutions do not."""
+        return is_matrix(self.dims)
+
+    @property
+    def decays(self) -> bool:
+        """Whether it has weight decay: matrices and the kernels of convolutions."""
+        return self.is_matrix or "taps" in self.dims
 
     @cached_property
     def matrix(self) -> Matrix | None:
         """The array as matrices, or None: it has vectors, or more than rows and columns."""
-        if len(self.spaces) != 2 or "one" in self.dims:
+        spaces = spaces_of(self.dims)
+        if len(spaces) != 2 or "one" in self.dims:
             return None
-        rows, columns = self.spaces
+        rows, columns = spaces
         return Matrix(rows[0], rows, columns)
 
     @property
