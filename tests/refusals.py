@@ -612,6 +612,14 @@ REFUSED = {
         "schedule.param_gather=block gathers nothing with optimizer.zero=1: "
         "set optimizer.zero=3, or schedule.param_gather=prefetch"
     ),
+    "schedule.param_gather=block optimizer.zero=3 mesh.pipeline=2": (
+        "schedule.param_gather=block gathers blocks one by one, and a step with pipeline passes gathers all of a stage "
+        "at its start: use schedule.param_gather=prefetch"
+    ),
+    "optimizer.final_fraction=0 optimizer.schedule=constant": (
+        "optimizer.final_fraction=0.0 ends a decay, which optimizer.schedule=constant does not have: use "
+        "optimizer.schedule=cosine, linear or wsd, or optimizer.final_fraction=0.1"
+    ),
     "schedule.bucket_cap_mb=2.5": (
         "schedule.bucket_cap_mb=2.5 cuts nothing with schedule.grad_reduce=end: "
         "set schedule.grad_reduce=bucketed, or schedule.bucket_cap_mb=null"

@@ -46,6 +46,12 @@ def _check_schedule(settings: OptimizerConfig, steps: int) -> None:
                 f"optimizer.{name}={value} is of optimizer.schedule={reader}, and optimizer.schedule="
                 f"{settings.schedule}: use optimizer.schedule={reader}, or optimizer.{name}={unset}"
             )
+    end = OptimizerConfig.final_fraction
+    if settings.schedule == "constant" and settings.final_fraction != end:
+        raise ConfigError(
+            f"optimizer.final_fraction={settings.final_fraction} ends a decay, which optimizer.schedule=constant does "
+            f"not have: use optimizer.schedule=cosine, linear or wsd, or optimizer.final_fraction={end}"
+        )
     after_warmup = steps - settings.warmup_steps
     most = max(after_warmup // _LEAST_CYCLE - 1, 0)
     if settings.restarts > most:

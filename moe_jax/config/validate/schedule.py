@@ -40,6 +40,11 @@ def check_schedule(config: Sections) -> None:
             f"schedule.param_gather={settings.param_gather} gathers nothing with optimizer.zero="
             f"{config.optimizer.zero}: set optimizer.zero=3, or schedule.param_gather=prefetch"
         )
+    if settings.param_gather != "prefetch" and config.step_facts.has_ticks:
+        raise ConfigError(
+            f"schedule.param_gather={settings.param_gather} gathers blocks one by one, and a step with pipeline passes "
+            "gathers all of a stage at its start: use schedule.param_gather=prefetch"
+        )
     _check_offload(config)
     _check_tasks(config)
     _check_whole_batch(config)
