@@ -57,7 +57,8 @@ def in_slots(
         return decision, capacity, moe
     assert isinstance(decision, TopKRouting), "gates that fill slots load all experts alike"
     if len(slot_E) > moe.num_experts:  # without a capacity, what was used does not matter
-        slot_Tk = slots_of_pairs(decision.expert_Tk, slot_E, moe.num_experts, speed_P)
+        length = None if capacity is None or capacity.buffer is None else capacity.buffer.tokens
+        slot_Tk = slots_of_pairs(decision.expert_Tk, slot_E, moe.num_experts, speed_P, length)
         return decision._replace(expert_Tk=slot_Tk), capacity, dataclasses.replace(moe, num_experts=len(slot_E))
     slot_or_none_E = jnp.append(slot_E, len(slot_E))  # index E: no expert
     if capacity is not None:
@@ -67,10 +68,15 @@ def in_slots(
 
 
 def slots_of_pairs(
-    expert_Tk: Int[Array, "T k"], expert_S: Int[Array, " S"], experts: int, speed_P: Sequence[float] | None = None
+    expert_Tk: Int[Array, "T k"],
+    expert_S: Int[Array, " S"],
+    experts: int,
+    speed_P: Sequence[float] | None = None,
+    length: int | None = None,
 ) -> Int[Array, "T k"]:
     """Return the position of each pair. The copies of an expert take tokens in turn or, on ranks of different speeds,
-    in proportion to these.
+    in proportion to these. `length`: the tokens of a sequence, of which each is shared like the others, so that the
+    rows that fit into buffers are the same however a batch is split; None: all tokens are shared as one sequence.
 
     Position S means no expert: the token skips this choice.
     """
@@ -78,7 +84,7 @@ def slots_of_pairs(
     slot_S = jnp.argsort(expert_S)  # makes copies of an expert neighbours
     first_E = jnp.cumsum(copies_E) - copies_E
     chosen_Tk = jnp.minimum(expert_Tk, experts - 1)
-    token_T1 = jnp.arange(len(expert_Tk), dtype=jnp.int32)[:, None]
+    token_T1 = jnp.arange(len(expert_Tk), dtype=jnp.int32)[:, None] % (length or len(expert_Tk))
     if speed_P is None:
         copy_Tk = token_T1 % copies_E[chosen_Tk]
     else:

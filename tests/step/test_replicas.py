@@ -127,6 +127,18 @@ def test_copies_take_tokens_in_turn():
     assert (slot_Tk[expert_Tk == 3] == len(expert_S)).all()
 
 
+@pytest.mark.parametrize("speeds", [None, (1.0, 2.0, 1.0, 1.0)])
+def test_copies_share_each_sequence_alike(speeds):
+    """However a batch is split: which rows fit into buffers would depend on it."""
+    expert_S = jnp.asarray([2, 0, 3, 1, 0, 3, 0, 3])
+    expert_BNk = jnp.asarray(np.random.default_rng(0).integers(4, size=(4, 5, 2)))
+
+    def slots(expert_BNk):
+        return slots_of_pairs(expert_BNk.reshape(-1, 2), expert_S, 3, speeds, length=5)
+
+    np.testing.assert_array_equal(slots(expert_BNk), jnp.concatenate([slots(each) for each in expert_BNk]))
+
+
 def test_a_move_makes_copies_and_gives_them_up():
     """Weights, moments and averages go to free slots one way, by the program that also swaps; and nothing is lost."""
     averaging = dataclasses.replace(STAGES, optimizer=OptimizerConfig(ema_decay=0.5))

@@ -5,8 +5,10 @@ device or of a microbatch, N of a sequence, D model width. Rows beyond the real 
 
 A rank can receive W = T/N · `buffer.rows` rows from each source: each sequence fills its own share in the order of its
 tokens, then of their choices. Pairs that do not fit are dropped and counted. Sequences are never split, so the same
-rows survive however a batch is split into microbatches and over data ranks. Without a buffer W = T·min(k, L), the worst
-case: all tokens choose this rank.
+rows survive however a batch is split into microbatches and over data ranks, unless hot experts are copied
+(`models/hot_experts.py`): the loads of the first microbatch choose them, and their rows need no buffer.
+
+Without a buffer W = T·min(k, L), the worst case: all tokens choose this rank.
 """
 
 from itertools import pairwise
