@@ -1,6 +1,7 @@
 """Attention over context ranks: each rank's tokens see what they would on one device."""
 
 import itertools
+import re
 
 import chex
 import jax
@@ -86,6 +87,22 @@ def test_values_and_gradients_are_those_of_whole_sequences(variant, context, for
     model = ModelConfig(**(SHAPE | VARIANTS[variant]), moe=MoEConfig(num_experts=0))
     found, expected = (attended(model, ranks, form, documents) for ranks in (context, 1))
     chex.assert_trees_all_close(found, expected, rtol=2e-5, atol=5e-6)
+
+
+def test_gradients_of_narrow_weights_are_added_up_in_float32():
+    """Each hop makes keys of latents by the same weights, which ZeRO 3 gathers as bfloat16."""
+    model = ModelConfig(**(SHAPE | VARIANTS["latent"]), moe=MoEConfig(num_experts=0))
+    params = jax.tree.map(lambda leaf: leaf[0].astype(jnp.bfloat16), first_params(model)["segments"][0][0]["attention"])
+
+    def total(params, x):
+        return attend(params, x, model, model.views[0], AttentionImpl()).added_BnD.astype(jnp.float32).sum()
+
+    mesh, everywhere = make_mesh(MeshConfig(data=1, context=4), jax.devices()[:4]), PartitionSpec()
+    run = jax.shard_map(jax.grad(total), mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
+    program = str(jax.make_jaxpr(run)(params, jnp.ones((2, LENGTH // 4, 8), jnp.bfloat16)))
+    of_keys = re.findall(r":(\w+)\[6,4,4\] = add(?:_any)? ", program)
+    assert len(of_keys) == 3, "four hops"
+    assert set(of_keys) == {"f32"}
 
 
 @pytest.mark.parametrize("window", [None, 7])

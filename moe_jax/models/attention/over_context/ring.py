@@ -137,7 +137,7 @@ def _backward(
     dquery, dkeys = gradients(dquery, last_half, own_keys, first_half_dkeys)
     dweights, dkv = pull_own(dkeys)
     dkv = dkv if travelling is None else _add(dkv, travelling)
-    dweights = jax.tree.map(lambda *parts: sum(parts), dweights, *weight_grads)
+    dweights = jax.tree.map(_sum, dweights, *weight_grads)
     dquery, dsink_H = dquery.reshape(query_BnHK.shape).astype(query_BnHK.dtype), sink_gradient(sink_H, saved)
     return dquery, (dkv[0].astype(own_kv[0].dtype), dkv[1].astype(own_kv[1].dtype)), dweights, dsink_H, None
 
@@ -228,3 +228,8 @@ def _shift(kv: Pair, distance: int) -> Pair:
 
 def _add(x: Pair, y: Pair) -> Pair:
     return x[0] + y[0], x[1] + y[1]
+
+
+def _sum(x: jax.Array, *others: jax.Array) -> jax.Array:
+    """Return a sum in the type of its terms, which is narrow if weights are (ZeRO 3), but added up in float32."""
+    return sum((each.astype(jnp.float32) for each in others), start=x.astype(jnp.float32)).astype(x.dtype)
