@@ -20,7 +20,8 @@ def copied_experts(params: _Tree, position_K: Int[Array, " K"], axis: Axes, dtyp
     """Return the experts at these positions on all ranks: leaves [L, …] → [K, …], cast to `dtype`; 0 if not used.
 
     One all-reduce of each leaf, to which all ranks but the owner add 0, so the copies are exact. In the backward pass
-    the gradients of the copies are summed in float32, and their owners add them to their own.
+    the gradients of the copies are summed in float32, and their owners add them to their own, in the type of `params`:
+    with ZeRO 3 sums are rounded to the compute type here. Scheduled steps add them in float32.
     """
     with jax.named_scope("copy_hot_experts"):
         return jax.lax.psum(parts_of_copies(params, position_K, axis, dtype), axis)
