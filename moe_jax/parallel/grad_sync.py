@@ -22,9 +22,10 @@ def sync_gradients(grads: Tree, specs: Tree, shard_specs: Tree, platform: str) -
     reduce-scattered, so that a device gets only the sum of its own shard.
 
     A device's gradient covers its own tokens. The parameters of an expert are on one expert rank, whose gradient
-    already covers the tokens of every rank that sent it some, so they are summed over the data axis only. The heads and
-    hidden widths of a tensor rank have processed the tokens of all tensor ranks. Parameters outside of the blocks are
-    used by one or two pipeline stages; the gradient of the other stages is 0.
+    already covers the tokens of every rank that sent it some, so they are summed over the data axis, and over the
+    context axis unless it shards experts. The heads and hidden widths of a tensor rank have processed the tokens of all
+    tensor ranks. Parameters outside of the blocks are used by one or two pipeline stages; the gradient of the other
+    stages is 0.
     """
 
     def sync(grad: jax.Array, spec: jax.sharding.PartitionSpec, shard_spec: ShardSpec) -> jax.Array:

@@ -159,7 +159,8 @@ def learning_rate(config: Config) -> optax.Schedule:
     """Return the schedule from step (0 is the first) to learning rate: linear warm-up, then the configured decay.
 
     With W = `warmup_steps`, step 0 has 1/(W + 1) of the peak, step W has the peak, and the last step of `train.steps`
-    has `final_fraction` of it (or the peak, if no step follows W). Later steps keep the last value.
+    has `final_fraction` of it, or the peak if no step follows W or the schedule is constant. Later steps keep the last
+    value.
     """
     settings, warmup_steps = config.optimizer, config.optimizer.warmup_steps
     peak, end = settings.learning_rate, settings.learning_rate * settings.final_fraction
