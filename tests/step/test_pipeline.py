@@ -16,6 +16,7 @@ from moe_jax.errors import CheckpointError, ConfigError
 from moe_jax.models.parameters import stored
 from moe_jax.run.sample import sample_tokens
 from moe_jax.step.pipelined.build import make_plan
+from moe_jax.step.pipelined.model_chunk import ModelChunk
 from moe_jax.step.trainer import make_trainer
 from tests.small import first_params, small_config, tokens_of
 from tests.step.gradients import mesh_of
@@ -89,6 +90,17 @@ def test_evaluation_runs_each_forward_pass(name):
     """Also those that a step pairs with backward passes."""
     loss = evaluated(config_of((2, 1, 2), "even", 4, PIPELINES[name]))
     np.testing.assert_allclose(loss, evaluated_without_stages(), rtol=1e-6)
+
+
+def test_evaluation_traces_no_backward_pass(monkeypatch):
+    traced = []
+    for name in ("_run_forward", "_run_input_gradient"):
+        run = getattr(ModelChunk, name)
+        monkeypatch.setattr(ModelChunk, name, lambda *args, n=name, run=run: traced.append(n) or run(*args))
+    config = config_of((2, 1, 1), "even", 4, PIPELINES["zero_bubble"])
+    trainer = make_trainer(config, mesh_of(config))
+    jax.eval_shape(trainer.evaluate, trainer.state_shapes["params"], tokens_of(config))
+    assert set(traced) == {"_run_forward"}
 
 
 def test_evaluation_and_samples_see_the_blocks_in_their_order():

@@ -112,6 +112,10 @@ class PipelinedPlan:
         kinds = [member.kind for member in self.stages.mtp]
         return np.arange(self.stages.model.block_kinds.count("moe"), dtype=np.int32)[-1:][: kinds.count("moe")]
 
+    def without_weight_passes(self) -> "PipelinedPlan":
+        """Return the plan for steps without a backward pass, whose stages then trace none."""
+        return dataclasses.replace(self, orders=tuple(orders._replace(weight=()) for orders in self.orders))
+
     def forward_rows(self) -> TickRow:
         """Return the arrays of a table with forward passes only: each as early as possible, or with several chunks in
         the ticks of a step.

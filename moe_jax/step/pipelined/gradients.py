@@ -31,7 +31,7 @@ def pipelined_gradients(
 
 def pipelined_evaluation(params: Params, inputs: StepInputs, context: StepContext, plan: PipelinedPlan) -> jax.Array:
     """Compute the same value as `plain.evaluate`, summed over stages; nothing is saved for a backward pass."""
-    own = PipelineStage(context.whole(params), inputs, context, plan)
+    own = PipelineStage(context.whole(params), inputs, context, plan.without_weight_passes())
     state = _walk(own.forward_tick, own.first_state(backward=False), plan.forward_rows())
     return sum_over_stages(state.parts.cross_entropy)
 
