@@ -14,16 +14,16 @@ from jax.sharding import NamedSharding
 
 from moe_jax.config import Config, ModelConfig
 from moe_jax.config.layer_layout import Stages
-from moe_jax.models.placement import by_expert, by_slot, expert_group, first_experts, first_slots, moe_blocks
+from moe_jax.models.placement import by_expert, by_slot, expert_group, first_experts, first_slots
 from moe_jax.parallel.expert_transfer import all_reduce_replicated_experts
 from moe_jax.parallel.grad_sync import Experts
 from moe_jax.parallel.host_memory import to_device
-from moe_jax.parallel.pipeline import stage
 from moe_jax.parallel.sharding import REPLICATED
 from moe_jax.parallel.trees import Grads, Params
 from moe_jax.step.context import State, StepContext
 from moe_jax.step.losses import Metrics
 from moe_jax.step.optimizers.protocol import unless_bad
+from moe_jax.step.stage_rows import UNUSED, moe_of_row, own_rows
 
 Placement = dict[str, jax.Array]
 
@@ -126,7 +126,7 @@ def experts_here(slot_ME: jax.Array | None, context: StepContext) -> list[Expert
         if slot_ME is None:
             number_RL = jnp.broadcast_to(first + jnp.arange(own), (_rows_here(group, stages), own))
         else:
-            number_RS = _counted_once(_own_rows(slot_ME, group, stages), experts)
+            number_RS = _counted_once(_placement_here(slot_ME, group, stages), experts)
             number_RL = jax.lax.dynamic_slice_in_dim(number_RS, first, own, axis=1)
         return Experts(number_RL, experts)
 
@@ -158,7 +158,7 @@ def with_copies_summed(grads: Grads, expert_MS: jax.Array | None, context: StepC
     for group in sorted(groups):
         paths, of_group = zip(*((path, leaf) for path, leaf in leaves if expert_group(path) == group), strict=True)
         others = [new.get(path, leaf) for path, leaf in leaves if path not in paths]
-        expert_RS = _own_rows(expert_MS, group, stages)
+        expert_RS = _placement_here(expert_MS, group, stages)
         summed = all_reduce_replicated_experts(
             list(of_group), expert_RS, stages.model.moe.num_experts, axis, platform, others
         )
@@ -167,14 +167,10 @@ def with_copies_summed(grads: Grads, expert_MS: jax.Array | None, context: StepC
     return summed_grads
 
 
-def _own_rows(slot_ME: jax.Array, group: tuple[int, int], stages: Stages) -> jax.Array:
+def _placement_here(slot_ME: jax.Array, group: tuple[int, int], stages: Stages) -> jax.Array:
     """Return the placement of the blocks in this pipeline stage's rows of a stack."""
-    block_R = np.zeros(stages.layout[group[0]][0], np.int32)  # unused rows have no gradients, so any block will do
-    for m, (segment, place, row) in enumerate(moe_blocks(stages)):
-        if (segment, place) == group:
-            block_R[row] = m
-    own = _rows_here(group, stages)
-    return slot_ME[jax.lax.dynamic_slice_in_dim(jnp.asarray(block_R), stage() * own, own)]
+    block_R = moe_of_row(stages, *group)
+    return slot_ME[own_rows(np.where(block_R == UNUSED, 0, block_R))]  # unused rows have no gradients
 
 
 def _rows_here(group: tuple[int, int], stages: Stages) -> int:

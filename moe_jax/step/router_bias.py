@@ -9,14 +9,12 @@ M blocks with experts, E experts, R rows of a stacked array.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
-from numpy.typing import NDArray
 
 from moe_jax.config.facts import SCORE_BIAS
 from moe_jax.config.layer_layout import Stages, segments
 from moe_jax.parallel.trees import Tree
-from moe_jax.step.stage_rows import UNUSED, block_of_row, own_rows
+from moe_jax.step.stage_rows import UNUSED, moe_of_row, own_rows
 
 
 def score_biases(dims: Tree) -> Tree:
@@ -38,7 +36,7 @@ def with_moved_biases(params: Tree, count_ME: Int[Array, "M E"], stages: Stages,
     for number, segment in enumerate(segments(stages.model)):
         for place, kind in enumerate(segment.kinds):
             if kind == "moe":
-                own_R = own_rows(_moe_of_row(stages, number, place))
+                own_R = own_rows(moe_of_row(stages, number, place))
                 moved[number] = moved[number] | {place: _moved(moved[number][place], count_ME, own_R, rate)}
     return params | {"segments": moved}
 
@@ -56,10 +54,3 @@ def direction(count_RE: Int[Array, "R E"]) -> Float[Array, "R E"]:
     mean_R1, rest_R1 = jnp.divmod(count_RE.sum(axis=-1, keepdims=True), count_RE.shape[-1])
     above_RE = mean_R1 - count_RE
     return jnp.sign(jnp.where(above_RE == 0, rest_R1, above_RE)).astype(jnp.float32)
-
-
-def _moe_of_row(stages: Stages, number: int, place: int) -> NDArray[np.int32]:
-    """Return the index, among blocks with experts, of the block in each row of a segment's stacked arrays."""
-    moe_of_block = np.array([stages.model.block_kinds[:block].count("moe") for block in range(stages.model.num_blocks)])
-    block_R = block_of_row(stages, number, place)
-    return np.where(block_R == UNUSED, UNUSED, moe_of_block[block_R]).astype(np.int32)

@@ -26,6 +26,13 @@ def block_of_row(stages: Stages, number: int, place: int) -> NDArray[np.int32]:
     return block_R
 
 
+def moe_of_row(stages: Stages, number: int, place: int) -> NDArray[np.int32]:
+    """Return the same as an index among the blocks with experts."""
+    moe_of_block = np.array([stages.model.block_kinds[:block].count("moe") for block in range(stages.model.num_blocks)])
+    block_R = block_of_row(stages, number, place)
+    return np.where(block_R == UNUSED, UNUSED, moe_of_block[block_R]).astype(np.int32)
+
+
 def own_rows(x_R: NDArray[np.int32]) -> jax.Array:
     """Return the rows of this pipeline stage. Runs inside `shard_map`."""
     own = len(x_R) // jax.lax.axis_size(Axis.PIPELINE)
