@@ -3,8 +3,6 @@
 P ranks, m = n / P numbers for each, rounded up.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Num
@@ -22,7 +20,7 @@ def reduce(x_n: Num[Array, " n"], axes: tuple[Axis, ...]) -> Num[Array, " n"]:
     P - 1 hops sum each chunk on its way around the ring; P - 1 more bring the sums to all ranks. A hop carries n / P
     numbers.
     """
-    ranks, rank = _ranks(axes), jax.lax.axis_index(axes)
+    ranks, rank = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
     sum_m = scatter(jnp.pad(x_n, (0, -len(x_n) % ranks)).reshape(ranks, -1), axes)
     total_Pm = jnp.zeros((ranks, len(sum_m)), sum_m.dtype)
     for hop in range(ranks):
@@ -34,7 +32,7 @@ def reduce(x_n: Num[Array, " n"], axes: tuple[Axis, ...]) -> Num[Array, " n"]:
 
 def scatter(x_Pm: Num[Array, "P m"], axes: tuple[Axis, ...]) -> Num[Array, " m"]:
     """Return row r of the sum of `x_Pm` over all ranks of `axes`, on rank r."""
-    ranks, rank = _ranks(axes), jax.lax.axis_index(axes)
+    ranks, rank = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
 
     def own_m(hop: int) -> jax.Array:
         return jax.lax.dynamic_index_in_dim(x_Pm, (rank - 1 - hop) % ranks, keepdims=False)
@@ -45,10 +43,6 @@ def scatter(x_Pm: Num[Array, "P m"], axes: tuple[Axis, ...]) -> Num[Array, " m"]
     return sum_m
 
 
-def _ranks(axes: tuple[Axis, ...]) -> int:
-    return math.prod(jax.lax.axis_size(axis) for axis in axes)
-
-
 def _to_next(x_m: jax.Array, axes: tuple[Axis, ...]) -> jax.Array:
-    ranks = _ranks(axes)
+    ranks = jax.lax.axis_size(axes)
     return permuted(x_m, axes, [(source, (source + 1) % ranks) for source in range(ranks)])

@@ -3,8 +3,6 @@
 P ranks, m numbers for each.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Num
@@ -17,8 +15,7 @@ FACTS = ReductionFacts(listed=1, one_scatter=True)
 
 def reduce(x_n: Num[Array, " n"], axes: tuple[Axis, ...]) -> Num[Array, " n"]:
     """Return the sum of `x_n` over all ranks of `axes`, on each of them."""
-    ranks = math.prod(jax.lax.axis_size(axis) for axis in axes)
-    padded = jnp.pad(x_n, (0, -len(x_n) % ranks))
+    padded = jnp.pad(x_n, (0, -len(x_n) % jax.lax.axis_size(axes)))
     sum_m = jax.lax.psum_scatter(padded, axes, tiled=True)
     return jax.lax.all_gather(sum_m, axes, tiled=True)[: len(x_n)]
 
