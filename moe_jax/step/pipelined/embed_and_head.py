@@ -21,7 +21,6 @@ from moe_jax.step.pipelined.stage_inputs import MTPBlock
 from moe_jax.step.scheduled.executor import Tasks
 from moe_jax.step.scheduled.grad_reduce import GradientReducer
 from moe_jax.step.scheduled.layer_loop import run
-from moe_jax.step.scheduled.reduce_groups import Reduction
 from moe_jax.step.scheduled.scan_residuals import BlockConsts
 from moe_jax.step.scheduled.step_dims import StepDims
 
@@ -77,10 +76,10 @@ def head_gradients_with_mtp(
     """Return what `head_gradients` does for a loss with multi-token prediction, whose block runs forward before the
     head, and backward after it. `dims` are those of its block.
     """
-    model, nothing = dims.config.model, Reduction(vectors=(), shard_specs=(), chunks=())
+    model = dims.config.model
     tasks = Tasks(dims, params, mtp.consts, tokens, mtp=mtp.inputs)
     tasks.x = dict(enumerate(jnp.split(x_bND, dims.microbatches)))
-    sums = GradientReducer((nothing,) * 3, tasks, None)
+    sums = GradientReducer.of_device(tasks)
 
     def next_embeddings(embedding: jax.Array) -> list[jax.Array]:
         parts = mtp.inputs.parts(dims.microbatches)

@@ -26,7 +26,6 @@ from moe_jax.step.scheduled.executor import Tasks
 from moe_jax.step.scheduled.grad_reduce import GradientReducer
 from moe_jax.step.scheduled.layer_loop import run
 from moe_jax.step.scheduled.pullbacks import TaskKey
-from moe_jax.step.scheduled.reduce_groups import Reduction
 from moe_jax.step.scheduled.scan_residuals import BlockConsts, ScanBody
 from moe_jax.step.scheduled.split_vjp import Pullback
 from moe_jax.step.scheduled.step_dims import StepDims
@@ -109,7 +108,7 @@ class ModelChunk:
     def backward(self, dx_bND: jax.Array, consts: BlockConsts, residuals: Sequence[jax.Array]) -> Backward:
         """Run the backward pass."""
         tasks = self._start_backward(dx_bND, consts, residuals)
-        run(self._orders.backward, tasks, self._sums(tasks))
+        run(self._orders.backward, tasks, GradientReducer.of_device(tasks))
         return Backward(self._joined(tasks.dx), self._gradients(tasks))
 
     def together(
@@ -130,7 +129,7 @@ class ModelChunk:
         )
         bwd.order = fwd.order
         bwd.awaits_rows = True  # the forward pass is there to hide exchanges
-        sides = {"F": (fwd, self._sums(fwd)), "B": (bwd, self._sums(bwd))}
+        sides = {"F": (fwd, GradientReducer.of_device(fwd)), "B": (bwd, GradientReducer.of_device(bwd))}
         for side, action in self._orders.together:
             run([action], *sides[side])
         x_bND, (parts, max_logit_lH), saved = self._end_forward(*sides["F"])
@@ -163,12 +162,12 @@ class ModelChunk:
         }
         tasks.lane_overflow.restore(rare, self._traced.lane_overflow)
         tasks.pullbacks.stored |= positions
-        run(self._orders.weight, tasks, self._sums(tasks))
+        run(self._orders.weight, tasks, GradientReducer.of_device(tasks))
         return self._gradients(tasks)
 
     def _run_forward(self, x_bND: jax.Array, consts: BlockConsts) -> tuple[jax.Array, _Results, _ChunkResiduals]:
         tasks = self._start_forward(x_bND, consts)
-        sums = self._sums(tasks)
+        sums = GradientReducer.of_device(tasks)
         run(self._orders.forward, tasks, sums)
         return self._end_forward(tasks, sums)
 
@@ -176,7 +175,7 @@ class ModelChunk:
         self, bwd: tuple[jax.Array, list[jax.Array]], consts: BlockConsts
     ) -> tuple[jax.Array, None, Tree]:
         tasks = self._traced = self._start_backward(bwd[0], consts, bwd[1])
-        run(self._orders.backward, tasks, self._sums(tasks))
+        run(self._orders.backward, tasks, GradientReducer.of_device(tasks))
         return self._joined(tasks.dx), None, _waiting(tasks)
 
     def _left(self, dx_bND: jax.Array, stacked: list[jax.Array]) -> InputGradient:
@@ -222,15 +221,11 @@ class ModelChunk:
         return jnp.concatenate([parts[r] for r in self._microbatches])
 
     def _gradients(self, tasks: Tasks) -> list[Tree]:
-        sums = self._sums(tasks)
+        sums = GradientReducer.of_device(tasks)
         return [sums.own(block + 1) for block in range(self._num_blocks)]
 
     def _tasks(self, consts: BlockConsts) -> Tasks:
         return Tasks(self.dims, None, consts)
-
-    def _sums(self, tasks: Tasks) -> GradientReducer:
-        nothing = Reduction(vectors=(), shard_specs=(), chunks=())
-        return GradientReducer((nothing,) * (self._num_blocks + 2), tasks, None)
 
 
 def _waiting(tasks: Tasks) -> Tree:

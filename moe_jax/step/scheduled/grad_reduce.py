@@ -39,6 +39,12 @@ class GradientReducer:
         self.in_flight: dict[int, list[StartedSum]] = {}
         self.counts: StartedSum | None = None  # token counts of all routers, in flight
 
+    @classmethod
+    def of_device(cls, tasks: Tasks) -> "GradientReducer":
+        """Return one that collects a device's own gradients and sums nothing over devices."""
+        nothing = Reduction(vectors=(), shard_specs=(), chunks=())
+        return cls((nothing,) * (len(tasks.dims.shape.kinds) + 2), tasks, None)
+
     def run(self, action: Action) -> None:
         """Run a G (gradient sum) task."""
         if action.op == "counts":
