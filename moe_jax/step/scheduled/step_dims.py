@@ -19,6 +19,7 @@ from moe_jax.models.routing import expert_capacity
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.context import context_ranks
 from moe_jax.parallel.mesh import Axis
+from moe_jax.parallel.sequence_shards import own_count
 from moe_jax.schedule.actions import NO_BLOCK, Action
 from moe_jax.schedule.shape import StepShape
 
@@ -46,7 +47,7 @@ class StepDims:
     @property
     def own_heads(self) -> int:
         """Attention heads of this tensor rank. Used inside `shard_map`."""
-        return self.config.model.num_attention_heads // jax.lax.axis_size(Axis.TENSOR)
+        return own_count(self.config.model.num_attention_heads)
 
     @property
     def num_pieces(self) -> int:
