@@ -32,7 +32,7 @@ from moe_jax.measure.temporaries import compile_and_measure
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.plan.memory import step_memory
-from moe_jax.step.compile import batch_shape, lowered_for, step_program
+from moe_jax.step.compile import batch_shape, step_program
 from moe_jax.step.trainer import make_trainer
 
 _CONFIG = "configs/bench/fine_grained.yaml"
@@ -58,7 +58,8 @@ def compiled(config: Config, target: Target) -> tuple[str, Any, int]:
     compute = ComputeConfig.of(config, make_mesh(config.mesh, devices))
     ComputeConfig.of = staticmethod(lambda *_: compute)  # type: ignore[method-assign,assignment]
     trainer = make_trainer(config, make_mesh(config.mesh, jax.devices()))
-    lowered = lowered_for(trainer, batch_shape(config, trainer.mesh), "cuda")
+    traced = trainer.step.trace(*trainer.step_shapes(batch_shape(config, trainer.mesh)))
+    lowered = traced.lower(lowering_platforms=("cuda",))
     options = compiler.get_compile_options(
         num_replicas=1, num_partitions=len(devices), device_assignment=np.array([[each.id for each in devices]])
     )

@@ -89,11 +89,6 @@ def step_program(
     )
 
 
-def lowered_for(trainer: Trainer, batch: Any, platform: str) -> Lowered:
-    """Lower a trainer's step for a platform ("cuda") that its devices need not have."""
-    return trainer.step.trace(*trainer.step_shapes(batch)).lower(lowering_platforms=(platform,))
-
-
 def target_here(trainer: Trainer) -> Target | None:
     """Return the GPUs of this run as a target for `step_program`.
 
