@@ -298,16 +298,19 @@ class Tasks:
     def _attend_back(self, action: Action) -> None:
         dims, block = self.dims, action.block
         for r in dims.microbatches_of(action):
-            cotangents = [self.order.after_compute(self.dx[r])]
+            dx, of_field = self.order.after_compute(self.dx[r]), dict[str, Any]()  # cotangents by field of `Routed`
             if dims.shape.kinds[block] == "moe":
                 axis = dims.dispatcher.slot_axis
                 pieces = [self._arrived_rows(self.dflow, p) for p in dims.pieces_of_microbatch(r)]
                 drows = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=axis)
                 if self.awaits_rows:
-                    cotangents = [depend_on(cotangents[0], drows, dims.compute.platform)]
-                cotangents += [drows, *self._no_cotangents(r), *self.dmetadata.pop(r), *self._router_cotangents(block)]
-                cotangents += self.hot.d_rows(r)
-            cotangents += [jnp.zeros(dims.own_heads)] if dims.compute.attention.max_logits else []
+                    dx = depend_on(dx, drows, dims.compute.platform)
+                of_field |= {"sent": (drows, self._no_cotangents(r)), "metadata": self.dmetadata.pop(r)}
+                of_field |= {"stats": self._router_cotangents(block), "hot": self.hot.d_rows(r)}
+            of_field["x_BND"] = dx
+            if dims.compute.attention.max_logits:
+                of_field["max_logit_H"] = jnp.zeros(dims.own_heads)
+            cotangents = jax.tree.leaves([of_field.get(name) for name in Routed._fields])
             self.dx[r], *of_next = self.pullbacks.pull(("attend", block, r), cotangents)
             if of_next:
                 self.dx[r], (self.d_mtp_embedding[r],) = self.dx[r] + self.d_decoded.pop(r), of_next
