@@ -1,6 +1,6 @@
 """What sentences of README.md and docs/ must say of results: page, and pieces of its text."""
 
-from tests.numbers.results_page import WHOLE_4, kept
+from tests.numbers.results_page import BY_DEFAULT, WHOLE_4, kept
 from tests.numbers.stored import hundreds, variants
 from tests.results import result
 
@@ -8,11 +8,16 @@ Piece = tuple[str, str]
 
 
 def _readme() -> list[Piece]:
-    v5p, chaos, steps = variants("compiled_v5p_2x2x2"), result("chaos"), result("predicted_steps")
-    unified, plain = (f"{row['exposed']:.2f} of {row['communication']:.2f}" for row in (v5p["unified"], v5p["vanilla"]))
+    chaos, steps = result("chaos"), result("predicted_steps")
+    exposed, with_xla = (
+        f"{row['exposed']:.2f} of {row['communication']:.2f} ms"
+        for row in (BY_DEFAULT, variants("compiled_v5p_2x2x2")["unified"])
+    )
     return [
         ("README.md", f"`unified` has {WHOLE_4['speed_up_over_vanilla']['median']:.2f} × the speed of `vanilla`"),
-        ("README.md", f"`unified` exposes {unified} ms of communication, the plain step {plain}"),
+        *((page, f"`unified` exposes {exposed} of communication") for page in ("README.md", "commands.md")),
+        ("compiled.md", f"exposes {exposed}"),
+        ("compiled.md", f"There `unified` exposes {with_xla} of communication"),
         (
             "README.md",
             f"{steps['configurations']} steps of two processes, with a median error of "
