@@ -59,6 +59,7 @@ OTHER = {
         "| mesh | `vanilla` |": "tests/test_sharded_losses.py",
     },
     "generate.md": {"| option |": SETTING},
+    "getting_started.md": {"| platform |": SETTING},
     "gates.md": {"| gate | scores": SETTING},
     "gpu.md": dict.fromkeys(("| step |", "| grouped products", "| operations of"), "tests/test_bench_gpu.py"),
     "log.md": {"| `unified` |": NO_PROGRAM, "| milliseconds of cycle estimates |": NO_PROGRAM},
