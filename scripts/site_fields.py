@@ -8,16 +8,15 @@ import griffe
 
 
 class Fields(griffe.Extension):
-    """Uses the comments above and after an attribute as its docstring; removes all but fields from settings."""
+    """Uses the comments above and after an attribute as its docstring; keeps only the fields of settings."""
 
     def on_attribute_instance(
         self, *, node: ast.AST | griffe.ObjectNode, attr: griffe.Attribute, agent: Any, **kwargs: Any
     ) -> None:
         """Add the comments to an attribute; griffe calls this for each one that it reads."""
-        if attr.docstring is None and (comment := _comment(str(attr.filepath), attr.lineno or 0, attr.endlineno or 0)):
+        comment = comment_of(str(attr.filepath), attr.lineno or 0, attr.endlineno or 0)
+        if attr.docstring is None and comment:
             attr.docstring = griffe.Docstring(comment, lineno=attr.lineno, parent=attr)
-        if isinstance(attr.value, griffe.ExprCall) and str(attr.value.function) == "number":  # number(default, range)
-            attr.value = attr.value.arguments[0]
 
     def on_class(self, *, cls: griffe.Class, loader: Any, **kwargs: Any) -> None:
         """Remove methods and properties from a section of settings; griffe calls this for each class it has read."""
@@ -27,7 +26,8 @@ class Fields(griffe.Extension):
                     cls.del_member(name)
 
 
-def _comment(file: str, first: int, last: int) -> str:
+def comment_of(file: str, first: int, last: int) -> str:
+    """Return the comments above and after a statement, from its first to its last line."""
     parts = [linecache.getline(file, last).rpartition("  # ")[2]] if "  # " in linecache.getline(file, last) else []
     while (line := linecache.getline(file, first - 1).strip()).startswith("# "):
         parts.insert(0, line.removeprefix("# "))
