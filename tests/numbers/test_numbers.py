@@ -41,7 +41,6 @@ OTHER = {
         "| | validation loss |": "tests/test_balance_results.py",
         "| 300 steps |": "measured once; no program makes it again",
     },
-    "contributing.md": {"| everything |": NO_PROGRAM},
     "clusters.md": {"| where |": "versions that were tried", "| torchrun |": SETTING, "| engine |": SETTING},
     "convert.md": {
         "| `quantization_config` |": SETTING,
@@ -102,7 +101,6 @@ OTHER = {
     },
     "results.md": {
         "quickstart in an empty clone": NO_PROGRAM,
-        "| all tests |": NO_PROGRAM,
         "planning DeepSeek-V3": "tests/test_plan_figures.py",
     },
     "scaling.md": {"| model |": "tests/test_docs.py"},
