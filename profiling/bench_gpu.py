@@ -48,7 +48,7 @@ MODEL_PARTS = {  # model, and what computes it; in this order, since time may ru
 PARTS = ("kernels", "races", *MODEL_PARTS, "tiles")
 _FACTORS = {"dropless": None, "capacity": 1.25}
 _MINUTES, _LEAST_S = 9.0, 40.0  # time limit of all parts; least remaining time to start another part
-_NOT_BEGUN = "not begun"
+NOT_BEGUN = "not begun"
 _RATES_S, _PART_S = 75.0, 125.0  # time limits of the rates and of each other part
 _CLOCK_S, _TOY_CLOCK_S = 6.0, 0.1  # duration of the timed steps of a part
 _UNFINISHED = 75  # exit code if there was no time for some parts: call again with --resume (EX_TEMPFAIL)
@@ -77,7 +77,7 @@ class Bench:
 
     def _has(self, name: str) -> bool:
         """Return whether a part ran, in this call or an earlier one, successfully or not."""
-        return name in self.parts and not self.parts[name].get("failed", "").startswith(_NOT_BEGUN)
+        return name in self.parts and not self.parts[name].get("failed", "").startswith(NOT_BEGUN)
 
     def _run(self, name: str, rates: Values) -> None:
         if name == "kernels":
@@ -123,7 +123,7 @@ class Bench:
     def _part(self, name: str, module: str, arguments: Values, limit_s: float) -> Values:
         left_s = self._end - time.monotonic()
         if left_s < _LEAST_S:
-            self._put(name, {"failed": f"{_NOT_BEGUN}, {max(left_s, 0):.0f} s before the end"})
+            self._put(name, {"failed": f"{NOT_BEGUN}, {max(left_s, 0):.0f} s before the end"})
         else:
             run_part(module, arguments, min(limit_s, left_s), lambda found: self._put(name, found))
         print(_line(name, self.parts[name]), flush=True)

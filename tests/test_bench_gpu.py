@@ -162,6 +162,8 @@ def test_the_page_has_what_was_measured(load: Any) -> None:
             "predicted_step_s": 0.25,
         },
         "coarse": {"failed": "did not end within 125 s"},
+        "fine-capacity": {"failed": "not begun, 3 s before the end"},
+        "coarse-capacity": {"failed": "not begun, 3 s before the end"},
     }
     made = {"date": "2030-01-02T03:04:05", "commit": "abc", "jax": "1.0"}
     renamed = {"warps": "hopper"}
@@ -170,9 +172,10 @@ def test_the_page_has_what_was_measured(load: Any) -> None:
         "## One GPU",
         "| `fine` | 9 × 4 | 12,345 | 40.0% | 500.0 | 250.0 | – | – | – |",
         "- `coarse`: did not end within 125 s",
+        "Not measured, as there was no time left: `fine-capacity`, `coarse-capacity`.",
         "| `blocks` | 2.0e-03 |",
-        "| `fine`: wgrad, `blocks` | 2.00 | 50% |",
-        "| `fine`: wgrad, `hopper` | left out: no | – |",
+        "| `blocks` | – | – | 2.00 ms, 50% |",
+        "`hopper` did not run (wgrad): `no`.",
     ):
         assert line in text.splitlines()
 
