@@ -145,7 +145,7 @@ def kept(target: str, one: str, other: str, digits: int = 2) -> str:
 
 
 COMPILED = {
-    "8 v5p, default settings": f"8 {BY_DEFAULT['step']:.1f} {_exposed(BY_DEFAULT)}",
+    "8 v5p, default settings": f"8 {_exposed(BY_DEFAULT)}",
     "8 v5p with `train.attention_kernel=xla`": (
         f"8 {_v5p['unified']['step']:.1f} {_v5p['vanilla']['step']:.1f} {_v5p['expert_pipeline']['step']:.1f} "
         f"{_exposed(_v5p['unified'])} {_exposed(_v5p['vanilla'])} {_exposed(_v5p['expert_pipeline'])}"
