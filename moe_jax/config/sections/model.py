@@ -186,9 +186,9 @@ class AttentionView(NamedTuple):
 class ModelConfig(HashedOnce):
     """The decoder: pre-norm blocks of attention and an MLP or MoE layer."""
 
-    vocab_size: int = number(256, Range(2, 2**24))
-    hidden_size: int = number(256, Range(2, 2**17))
-    num_layers: int = number(4, Range(1, BLOCKS))
+    vocab_size: int = number(256, Range(2, 2**24))  # at least as many as the tokenizer has tokens
+    hidden_size: int = number(256, Range(2, 2**17))  # features of a token between blocks
+    num_layers: int = number(4, Range(1, BLOCKS))  # blocks
     # modules above the last block that predict the token after the next one (DeepSeek-V3): 0 or 1, see docs/models.md
     num_nextn_predict_layers: int = number(0, Range(0, 1))
     num_attention_heads: int = number(4, Range(1, 2**14))
@@ -207,11 +207,11 @@ class ModelConfig(HashedOnce):
     qk_l2_norm: bool = False
     tie_word_embeddings: bool = False  # one matrix for the embedding and the head
     head_bias: bool = False  # a bias vector of the head's logits (Phi-3.5-MoE)
-    rope_theta: float = number(10_000.0, Range(1, 1e15))
+    rope_theta: float = number(10_000.0, Range(1, 1e15))  # base of the rotary embedding
     # share of a head's features that are rotated, the first ones (GLM-4.5, MiniMax-M2)
     partial_rotary_factor: float = number(1.0, Range(0, 1, above=True))
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
-    rms_norm_eps: float = number(1e-6, Range(0, 1, above=True))
+    rms_norm_eps: float = number(1e-6, Range(0, 1, above=True))  # epsilon of the norms
     # the norms before attention, MLPs and experts, and the last one: RMSNorm, or LayerNorm with a bias (Phi-3.5-MoE)
     normalization: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     # weights of RMSNorms are differences from 1, but for those inside recurrent layers (Qwen3-Next)

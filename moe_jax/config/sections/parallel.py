@@ -147,8 +147,8 @@ class ExchangeConfig(HashedOnce):
     # sum of gradients over devices: scatter_gather, ring or background, see docs/exchange.md
     reduction: ReductionName = "all_reduce"
     # without a capacity: buffer size of a rank for the rows of each sequence / their even share; rows beyond it are
-    # dropped, and the run reports them. null: the buffer holds all rows, so that none is ever dropped
-    # at least 1: with less, even a balanced router's rows would be dropped
+    # dropped, and the run reports them. null: the buffer holds all rows, so that none is ever dropped.
+    # At least 1: with less, even a balanced router's rows would be dropped
     rank_capacity_factor: float | None = number(3.0, Range(1, EXPERTS))
     # without a capacity: the most experts of a block that each step copies to all expert ranks, chosen by its own load;
     # each rank computes its own tokens of them, see docs/migration.md

@@ -57,10 +57,9 @@ class MambaConfig:
     n_groups: int = number(1, Range(1, 2**14))
     d_state: int = number(128, Range(1, 2**16))  # numbers of the state for each feature of a value
     d_conv: int = number(4, Range(1, 2**10))  # tokens, the own one included, over which values, B and C are convolved
-    # attention in blocks: of every so many blocks, those in these places, counted from 0; null: no block has attention,
-    # and all have an MLP or experts
+    # blocks after which the places of attention repeat; null: no block has attention, and all have an MLP or experts
     attn_layer_period: int | None = number(None, Range(1, ANY))
-    attn_layer_offsets: tuple[int, ...] = number((), Range(0, ANY))
+    attn_layer_offsets: tuple[int, ...] = number((), Range(0, ANY))  # places of blocks with attention, counted from 0
     # of the same number of blocks, those in these places end after Mamba-2 or attention: they have neither an MLP nor
     # experts (Nemotron-H)
     mixer_only_offsets: tuple[int, ...] = number((), Range(0, ANY))

@@ -13,7 +13,7 @@ class CheckpointConfig(HashedOnce):
 
     __hash__ = HashedOnce.__hash__
 
-    every: int = number(500, Range(0, ANY))  # steps; 0: only at the end
+    every: int = number(500, Range(0, ANY))  # steps between two saves; 0: only at the end
     keep: int = number(2, Range(1, ANY))  # newest checkpoints to keep; older ones are deleted
     resume: bool = True  # resume from the newest checkpoint in log.dir, if there is one
     # steps between two safety copies of the state in the memory of two nodes, see docs/recovery.md; 0: none
@@ -42,7 +42,7 @@ class MigrationConfig(HashedOnce):
 
     __hash__ = HashedOnce.__hash__
 
-    enabled: bool = False
+    enabled: bool = False  # whether experts migrate
     every: int = number(50, Range(1, ANY))  # steps between two checks of the ranks' load, which is summed over them
     # experts move if the load of the busiest rank / mean of all ranks, over those steps, is above this
     threshold: float = number(1.2, Range(1, LARGE))
@@ -79,7 +79,7 @@ class LogConfig(HashedOnce):
     # process cannot be traced, then the next one is
     trace_step: tuple[int, ...] | None = number(None, Range(2, ANY))
     sample_prompt: str = "\n"  # prompt of the text sampled at the end, for the report
-    sample_tokens: int = number(400, SAMPLED)  # 0: no sample
+    sample_tokens: int = number(400, SAMPLED)  # tokens of that text; 0: no sample
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,9 +38,8 @@ class OptimizerConfig(HashedOnce):
     beta2: float = number(0.95, Range(0, 1, below=True))
     eps: float = number(1e-8, Range(0, LARGE, above=True))
     momentum: float = number(0.95, Range(0, 1, below=True))  # of muon's matrices
-    # muon's iterations that orthogonalize a matrix, and the type of their products' operands; auto: float32 on CPUs,
-    # else bfloat16
-    newton_schulz_steps: int = number(5, Range(1, 100))
+    newton_schulz_steps: int = number(5, Range(1, 100))  # muon's iterations that orthogonalize a matrix
+    # the type of the operands of their products; auto: float32 on CPUs, else bfloat16
     newton_schulz_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     weight_decay: float = number(0.1, Range(0, LARGE))  # on matrices; vectors are not decayed
     moments_dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: stored with stochastic rounding
@@ -49,7 +48,7 @@ class OptimizerConfig(HashedOnce):
     offload_moments: bool = False
     # of each parameter the first one that matches, see docs/optimizers.md
     groups: tuple[ParameterGroup, ...] = ()
-    clip_norm: float | None = number(1.0, Range(0, FINITE, above=True))  # null: no clipping
+    clip_norm: float | None = number(1.0, Range(0, FINITE, above=True))  # largest global norm of gradients; null: any
     # QK-clip: after each update the query and key weights of an attention head whose largest logit was above this are
     # scaled to bring it back, see docs/optimizers.md; null: they are not
     qk_clip: float | None = number(None, Range(0, FINITE, above=True))
@@ -124,15 +123,13 @@ class TrainConfig(HashedOnce):
     # docs/convert.md
     init_from: str | None = None
     upcycle: bool = False  # init_from is a dense model, and its MLP initializes each expert
-    eval_every: int = number(250, Range(0, ANY))  # steps; 0: only at the end
-    eval_batches: int = number(8, Range(1, ANY))  # at most as many as the text has
+    eval_every: int = number(250, Range(0, ANY))  # steps between two validations; 0: only at the end
+    eval_batches: int = number(8, Range(1, ANY))  # batches of a validation, at most those that the text has
     # a step with a loss or gradient that is not finite is bad: it changes nothing. After this many bad steps in a row
     # the run rolls back to its newest checkpoint, and the second time it stops; null: never. See docs/bad_numbers.md
     bad_in_a_row: int | None = number(3, Range(1, ANY))
     # report a loss spike: loss / median of the last 64 losses above this factor; null: never
     spike_factor: float | None = number(None, Range(1, FINITE))
     skip_spikes: bool = False  # skip the update of a step with a loss spike, which counts as bad
-    # folder to write the experts of all tokens in, in each step; and a folder of which to take them (router replay),
-    # see docs/gates.md
-    record_routing: str | None = None
-    replay_routing: str | None = None
+    record_routing: str | None = None  # folder for the experts of all tokens in each step, see docs/gates.md
+    replay_routing: str | None = None  # such a folder, from which the experts are taken (router replay)
