@@ -14,22 +14,26 @@ def covering(
     tries: int = 100,
     seed: int = 0,
     known: Sequence[Case] = (),
+    needs: Callable[[Case], bool] = lambda pair: True,
 ) -> list[dict[str, str]]:
     """Cases, each a value of every factor, in which every two values meet that go together; the same ones each time.
 
     `refuses` says of two settings whether they do not. Greedy: each case begins with a pair that is missing, and takes,
     factor by factor, the value that brings most of the missing ones, the first of several. Raises ValueError for a pair
     that no case can have although it goes together. Some seeds take fewer cases than others. `known` cases come first;
-    others are only for pairs that they lack.
+    others are only for pairs that they lack. Two settings that a case does not need to have may meet or not.
     """
     items = [(factor, value) for factor, values in factors.items() for value in values]
     of_factor = {factor: [i for i, (name, _) in enumerate(items) if name == factor] for factor in factors}
     refused, missing = [0] * len(items), [0] * len(items)  # of each item, bits of others
     for (i, one), (j, other) in combinations(enumerate(items), 2):
         if one[0] != other[0]:
-            bits = refused if refuses(dict((one, other))) else missing
-            bits[i] |= 1 << j
-            bits[j] |= 1 << i
+            pair = dict((one, other))
+            is_refused = refuses(pair)
+            if is_refused or needs(pair):
+                bits = refused if is_refused else missing
+                bits[i] |= 1 << j
+                bits[j] |= 1 << i
     draw, cases = random.Random(seed), [dict(case) for case in known]
 
     def met(case: int) -> None:

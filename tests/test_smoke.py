@@ -21,15 +21,15 @@ RUNS = {
     "data and expert ranks": (
         "mesh.data=2 mesh.expert=4 train.batch_size=32",
         [
-            "schedule.policy=unified schedule.microbatches=4 exchange.algorithm=hier_2d exchange.ranks_per_node=2",
-            "schedule.policy=unified schedule.microbatches=2 exchange.algorithm=ring exchange.reduction=ring",
+            "schedule.policy=unified schedule.microbatches=4 exchange.algorithm=hier_2d exchange.ranks_per_node=2 "
+            "exchange.reduction=ring",
             "schedule.policy=expert_pipeline schedule.microbatches=2 exchange.algorithm=halo exchange.ranks_per_node=2 "
             "schedule.weight_grad=greedy schedule.grad_reduce=bucketed schedule.bucket_cap_mb=1",
         ],
     ),
     "context and expert ranks, a batch in parts": (
         "mesh.data=2 mesh.context=2 mesh.expert=2 train.grad_accumulation=2",
-        ["schedule.policy=unified schedule.microbatches=2"],
+        ["schedule.policy=unified schedule.microbatches=2 exchange.algorithm=ring"],
     ),
     "pipeline stages": (
         "mesh.data=2 mesh.pipeline=2 mesh.expert=2 train.batch_size=32 train.grad_accumulation=4",

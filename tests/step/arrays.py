@@ -30,6 +30,7 @@ class Array:
     refused_by_all: Pairs = ()  # by the config, whatever a third factor has
     # of values that need others to be taken at all, the values that take these
     companions: Mapping[str, Case] = dataclasses.field(default_factory=dict)
+    needs: Callable[[Case], bool] = lambda pair: True  # whether two settings have to meet; another array may have them
     # of values that round to fewer digits: how far from the reference that leads, see `one_step.py`
     rounding: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     table: str = ""  # file next to this one with the cases: values by factors, which `fewer_cases.py` writes
@@ -43,7 +44,7 @@ class Array:
     def cases(self) -> list[Case]:
         """Those of the table, and more for pairs that these lack, such as those of a new value."""
         factors = {name: list(values) for name, values in self.factors.items()}
-        return covering(factors, lambda pair: bool(self.refusal(pair)), known=read_table(self))
+        return covering(factors, lambda pair: bool(self.refusal(pair)), known=read_table(self), needs=self.needs)
 
     def refusal(self, case: Case) -> str | None:
         """Why settings do not go together, or None."""
@@ -91,7 +92,8 @@ class Array:
         met = {frozenset(pair) for case in self.cases for pair in combinations(case.items(), 2)}
         for pair in combinations(items, 2):
             if pair[0][0] != pair[1][0]:
-                assert (self.refusal(dict(pair)) is None) == (frozenset(pair) in met), pair
+                taken, meet = self.refusal(dict(pair)) is None, frozenset(pair) in met
+                assert meet == taken or not (meet or self.needs(dict(pair))), pair
 
     def assert_left_out_is_refused(self) -> None:
         for pair in self.refused:

@@ -1,8 +1,8 @@
-"""Rebuild the table of an array's cases by simulated annealing: python -m tests.step.fewer_cases {step,pipeline}
+"""Rebuild the table of an array's cases by simulated annealing: python -m tests.step.fewer_cases ARRAY
 
 Takes the cases that the array has and tries, until --seconds are over, to do with one less. Then it replaces values by
-earlier ones of their factors, whose programs tend to be smaller, where no pair is lost by that. Writes step_cases.txt
-or pipeline_cases.txt. With --keep, the cases of the table stay as they are, and only those that new values need besides
+earlier ones of their factors, whose programs tend to be smaller, where no pair is lost by that. Writes the array's
+table. With --keep, the cases of the table stay as they are, and only those that new values need besides
 are searched.
 """
 
@@ -11,6 +11,7 @@ import math
 import os
 import random
 import time
+from collections.abc import Callable
 
 os.environ.setdefault("XLA_FLAGS", "")  # which tests.compiled reads
 
@@ -31,19 +32,22 @@ class Search:
         self.factor = [list(array.factors).index(factor) for factor, _ in self.names]
         self.items = [[i for i, own in enumerate(self.factor) if own == each] for each in range(len(array.factors))]
         count = range(len(self.names))
-        self.is_bad = [
-            [
-                self.factor[i] != self.factor[j] and array.refusal(dict((self.names[i], self.names[j]))) is not None
-                for j in count
+
+        def table(holds: Callable[[Case], bool]) -> list[list[bool]]:
+            """Whether it holds of each two items of different factors."""
+            return [
+                [self.factor[i] != self.factor[j] and holds(dict((self.names[i], self.names[j]))) for j in count]
+                for i in count
             ]
-            for i in count
-        ]
+
+        self.is_bad = table(lambda pair: array.refusal(pair) is not None)
+        self.is_needed = table(lambda pair: array.refusal(pair) is None and array.needs(pair))
         self.meetings = [[0] * len(self.names) for _ in count]
         self.missing: list[tuple[int, int]] = []
         self._place: dict[tuple[int, int], int] = {}  # in `missing`
         for i in count:
             for j in range(i):
-                if self.factor[i] != self.factor[j] and not self.is_bad[i][j]:
+                if self.is_needed[i][j]:
                     self._add(j, i)
         self.rows: list[list[int]] = []
         for case in array.cases:
@@ -78,7 +82,7 @@ class Search:
         """The row with the fewest pairs that no other one has."""
 
         def needed(row: list[int]) -> int:
-            return sum(self.meetings[a][b] == 1 for at, a in enumerate(row) for b in row[:at])
+            return sum(self.meetings[a][b] == 1 and self.is_needed[a][b] for at, a in enumerate(row) for b in row[:at])
 
         return min(range(self.kept, len(self.rows)), key=lambda index: needed(self.rows[index]))
 
@@ -131,7 +135,7 @@ class Search:
     def _meet(self, a: int, b: int) -> None:
         self.meetings[a][b] += 1
         self.meetings[b][a] += 1
-        if self.meetings[a][b] == 1 and not self.is_bad[a][b]:
+        if self.meetings[a][b] == 1 and self.is_needed[a][b]:
             a, b = min(a, b), max(a, b)
             last, place = self.missing.pop(), self._place.pop((a, b))
             if last != (a, b):
@@ -140,7 +144,7 @@ class Search:
     def _part(self, a: int, b: int) -> None:
         self.meetings[a][b] -= 1
         self.meetings[b][a] -= 1
-        if not self.meetings[a][b] and not self.is_bad[a][b]:
+        if not self.meetings[a][b] and self.is_needed[a][b]:
             self._add(min(a, b), max(a, b))
 
     def _add(self, a: int, b: int) -> None:
@@ -153,7 +157,7 @@ def main() -> None:
     from tests.step import pipeline_settings, step_settings
 
     parser = argparse.ArgumentParser(description=__doc__)
-    arrays = {"step": step_settings.ARRAY, "pipeline": pipeline_settings.ARRAY}
+    arrays = {"step": step_settings.ARRAY, "rounded": step_settings.ROUNDED, "pipeline": pipeline_settings.ARRAY}
     parser.add_argument("array", choices=arrays)
     parser.add_argument("--seconds", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)

@@ -20,7 +20,7 @@ FACTORS: dict[str, dict[str, str]] = {
         "p2c2": "mesh.data=1 mesh.pipeline=2 mesh.context=2 mesh.experts_over_context=true "
         "exchange.context_form=all_gather",
         "p2e2t2": "mesh.data=1 mesh.pipeline=2 mesh.expert=2 mesh.tensor=2",
-        "p4d2": "mesh.data=2 mesh.pipeline=4",
+        "p2d2": "mesh.data=2 mesh.pipeline=2",
         "no_stages": "mesh.data=2 mesh.expert=2",  # but concurrent passes
     },
     "cut": {
@@ -74,7 +74,7 @@ def of_several(case: Case) -> str:
 
     Delta nets, whose programs are the largest, are even ones.
     """
-    stages, chunks = {"p4d2": 4, "no_stages": 1}.get(case["mesh"], 2), 2 if case["chunks"] == "two_chunks" else 1
+    stages, chunks = 1 if case["mesh"] == "no_stages" else 2, 2 if case["chunks"] == "two_chunks" else 1
     few = max(stages, 2)
     parts = few if case["parts"] == "few_parts" else 2 * few if chunks > 1 else few + 1
     name = "interleaved" if chunks > 1 and case["order"] == "1f1b" else None
@@ -91,7 +91,7 @@ REFUSED: Pairs = [
     {"mesh": "no_stages", "chunks": "two_chunks"},
     {"mesh": "p2c2", "blocks": "delta_nets"},
     {"optimizer": "muonclip", "blocks": "delta_nets"},
-    {"mesh": "p4d2", "experts": ("moved", "copied", "hot")},
+    {"mesh": "p2d2", "experts": ("moved", "copied", "hot")},
     {"mesh": "p2e2t2", "experts": "hot"},
     {"gate": "by_score", "cut": ("unified2", "unified2b1")},
     {"gate": "by_score", "experts": ("copied", "hot")},

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.pairwise import Case
-from tests.step.arrays import name_of
+from tests.step.arrays import Array, name_of
 from tests.step.one_step import assert_is_the_references_step, config_of_settings
-from tests.step.step_settings import ARRAY
+from tests.step.step_settings import ARRAY, ROUNDED
 
 UNIFIED = "schedule.policy=unified schedule.microbatches=2"
 TILES = "train.attention_kernel=tiled model.attention.sliding_window=4"
@@ -59,6 +59,11 @@ OTHERS = {
     "train.z_loss_multiplier=0.1 model.tie_word_embeddings=true schedule.grad_reduce=bucketed optimizer.qk_clip=1",
     "multi-token prediction without experts": f"{UNIFIED} {MTP} mesh.data=4 model.num_layers=2 model.moe.num_experts=0 "
     "optimizer.qk_clip=1",
+    "a router of gpt-oss": f"{UNIFIED} model.moe.gate=gpt_oss mesh.data=1 mesh.expert=2 mesh.tensor=2 "
+    "exchange.tensor_form=sharded_overlapped model.num_layers=2 model.moe.moe_layer_freq=1 schedule.weight_grad=greedy",
+    "a sigmoid router, rows of all tensor ranks": "schedule.policy=expert_pipeline schedule.microbatches=2 "
+    "model.moe.gate=sigmoid mesh.data=1 mesh.expert=2 mesh.tensor=2 exchange.tensor_form=replicated "
+    "model.num_layers=1 model.moe.moe_layer_freq=1",
     "z-loss of a batch in parts": "train.z_loss_multiplier=0.1 train.grad_accumulation=2 mesh.data=2 mesh.expert=2 "
     "model.num_layers=1 model.moe.moe_layer_freq=1",
     "parameters sharded inside groups of data ranks, in a loop": f"{UNIFIED} schedule.weight_grad=greedy "
@@ -81,18 +86,30 @@ def test_a_step_is_the_references(case: Case) -> None:
     ARRAY.check_or_search(case)
 
 
+@pytest.mark.parametrize("case", ROUNDED.cases, ids=name_of)
+def test_a_step_of_rounded_numbers_is_near_the_references(case: Case) -> None:
+    ROUNDED.check_or_search(case)
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_so_is_what_few_steps_have(name: str) -> None:
     assert_is_the_references_step(config_of_settings(OTHERS[name]))
 
 
-def test_all_settings_meet() -> None:
-    ARRAY.assert_all_meet()
+@pytest.mark.parametrize("array", [ARRAY, ROUNDED], ids=["exact", "rounded"])
+def test_all_settings_meet(array: Array) -> None:
+    array.assert_all_meet()
 
 
 def test_what_is_left_out_is_refused() -> None:
-    ARRAY.assert_left_out_is_refused()
+    ROUNDED.assert_left_out_is_refused()
+
+
+def test_exact_numbers_are_compared_exactly_with_a_plain_step_among_the_cuts() -> None:
+    assert not any(ARRAY.rounding_of(case) for case in ARRAY.cases)
+    assert all((ARRAY.config_of(case).step_kind == "plain") >= (case["cut"] == "plain") for case in ARRAY.cases)
 
 
 def test_four_devices_are_enough() -> None:
-    assert {int(np.prod(list(ARRAY.config_of(case).mesh.sizes.values()))) for case in ARRAY.cases} == {4}
+    configs = [array.config_of(case) for array in (ARRAY, ROUNDED) for case in array.cases]
+    assert {int(np.prod(list(config.mesh.sizes.values()))) for config in configs} == {4}

@@ -6,6 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from moe_jax.config import Config, OptimizerConfig
 from moe_jax.config.layer_layout import Stages
