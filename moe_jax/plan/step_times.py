@@ -9,8 +9,8 @@ from dataclasses import replace
 from functools import cached_property
 
 from moe_jax.config import Config, ModelConfig
-from moe_jax.config.attention_kernels import STATE_CHUNK, kernel_of
 from moe_jax.config.registry import REDUCTION_FACTS
+from moe_jax.plan.attention_times import squares_seconds
 from moe_jax.plan.clusters import Cluster, Device
 from moe_jax.plan.collective_costs import Collective, CollectiveCosts, DeviceGroup
 from moe_jax.plan.costs import order_times
@@ -19,17 +19,14 @@ from moe_jax.plan.gradients import Sum, own_parameters, sums_of
 from moe_jax.plan.launch_overhead import with_launch_overhead
 from moe_jax.plan.measured import MeasuredTimes
 from moe_jax.plan.param_gathers import Gathered, gathered_bytes, param_gathers
-from moe_jax.plan.products import Direction, OpTimes, block_products, measured_attention
+from moe_jax.plan.products import Direction, OpTimes, block_products
 from moe_jax.plan.rank_speeds import slowest_devices
-from moe_jax.plan.recurrent import mean_over_blocks, recurrent_layer, recurrent_share
-from moe_jax.plan.resources import Owned, mixed_matrices, owned_parameters, parameters_per_device
+from moe_jax.plan.resources import Owned, owned_parameters, parameters_per_device
 from moe_jax.plan.simulate import Timeline, simulate
 from moe_jax.plan.task_times import Linear, TaskTimes, owner_of
 from moe_jax.plan.work import (
     ITEM_BYTES,
-    attention_flops,
     busiest_rows,
-    computed_keys,
     context_width,
     exchange_bytes,
     gathered_widths,
@@ -45,7 +42,6 @@ from moe_jax.schedule.shape import StepShape
 from moe_jax.schedule.simulation import BackgroundSum
 
 # Bytes that pass through memory, forward and backward; estimates of how much XLA fuses.
-_PAIR_BYTES = (12, 24)  # per pair of tokens and head: logits in float32, weights
 _TOKEN_PASSES = (16, 32)  # over a block's tokens × features: norms, residual stream, heads, MLP
 _ROW_PASSES = (10, 22)  # over experts' rows × (features + hidden widths)
 _LOGIT_BYTES = (12, 8)
@@ -58,7 +54,6 @@ _KERNELS: dict[str, dict[Direction, int]] = {
     "head": {"F": 8, "B": 8, "W": 2},
 }
 _ROUNDED_BYTES = (3, 6)  # per number of a row that is rounded to 8 bits: it is read and written once more
-_FLASH_BACKWARD = 2.5  # times the forward pass's operations: five products instead of two
 _DIRECTIONS: tuple[Direction, Direction] = ("F", "B")
 _ADDED_BYTES = 12  # per gradient that is added, in float32
 _NOTHING = MeasuredTimes({})
@@ -225,46 +220,9 @@ class Step:
     def _gathers(self) -> tuple[dict[str, tuple[Gathered, ...]], ...]:
         return param_gathers(self.config, self.mesh) if self.config.param_gather != "none" else ()
 
-    @property
-    def _pairs(self) -> float:
-        """The number of (query, key, head) triples of a device that pass through memory."""
-        if kernel_of(self.config, self.device.platform) in ("cudnn", "splash"):
-            return 0.0
-        return self.tokens * computed_keys(self.config, self.device.platform) * self.config.model.num_attention_heads
-
     def squares_s(self, direction: Direction = "F") -> float:
         """Seconds of attention between its projections, in one block, on average over blocks of several kinds."""
-        if not (share := recurrent_share(self.config.model)):
-            return self._attention_s(direction)
-        of_attention = self._attention_s(direction) if share < 1 else 0.0
-        return mean_over_blocks(self.config.model, of_attention, self._recurrent_s(direction))
-
-    def _recurrent_s(self, direction: Direction) -> float:
-        """Seconds of a recurrent layer's products of chunks, and of its memory traffic, in one block.
-
-        The backward pass computes the forward pass again.
-        """
-        device, layer, backward = self.device, recurrent_layer(self.config.model), direction == "B"
-        inner = min(layer.keys, STATE_CHUNK)
-        rate = device.matrix_flops_per_s * device.matrix_efficiency * device.rate_shares.of("float32")
-        products_s = layer.computed_flops * (inner + device.units.start) / inner / rate
-        moved_s = layer.moved_bytes(backward) / device.copied_bytes_per_s
-        return self.tokens * (products_s * (3 if backward else 1) + moved_s)
-
-    def _attention_s(self, direction: Direction) -> float:
-        """Seconds of attention's products of activations and of their memory traffic, in one block."""
-        device, model, backward = self.device, self.config.model, direction == "B"
-        flops = attention_flops(self.config, self.tokens, device.platform) + 2 * self.tokens * mixed_matrices(model)
-        if kernel_of(self.config, device.platform) == "cudnn":
-            rate = device.matrix_flops_per_s * device.attention_efficiency
-            return flops * (_FLASH_BACKWARD if backward else 1) / rate
-        measured = measured_attention(device.curves, self.config.data.seq_len, model.qk_width)
-        if measured is not None:
-            return flops * (2 if backward else 1) / measured
-        filled = model.qk_width / (model.qk_width + device.units.start)
-        rate = device.matrix_flops_per_s * device.matrix_efficiency * filled
-        moved_s = _PAIR_BYTES[backward] * self._pairs / device.copied_bytes_per_s
-        return flops * (2 if backward else 1) / rate + moved_s
+        return squares_seconds(self.config, self.device, self.tokens, direction)
 
     def algorithm(self, shape: StepShape) -> str:
         """The algorithm of the exchanges of one microbatch."""
