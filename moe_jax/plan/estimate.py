@@ -100,16 +100,15 @@ def estimate(config: Config, cluster: Cluster) -> Estimate:
     check_batch_split(config, config.mesh.data * config.mesh.expert)
     if config.step_facts.has_ticks:
         return _pipelined(config, cluster)
-    moe, blocks = config.model.moe, config.model.num_layers
-    bottom, period = (moe.first_k_dense_replace, moe.moe_layer_freq) if moe.num_experts else (0, 1)
-    periods, rest = divmod(blocks - bottom, period)
+    bottom, period = _kinds_of_blocks(config.model)
+    periods, rest = divmod(config.model.num_layers - bottom, period)
     measured = _measured(config)
 
     def with_periods(count: int) -> Step:
         model = _with_layers(config.model, bottom + count * period + rest)
         # so few blocks may make no loop, which is only refused if it should be in host memory
         schedule = dataclasses.replace(config.schedule, offload_activations=False)
-        return Step(dataclasses.replace(config, model=model, schedule=schedule), cluster, measured)
+        return Step(dataclasses.replace(config, model=model, schedule=schedule), cluster, measured, config.model)
 
     count = min(periods, _PERIODS)
     steps = [with_periods(count)]
@@ -157,6 +156,20 @@ def _other_sizes(config: Config, devices: int) -> Iterator[tuple[str, int]]:
             if size and not rest:
                 dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, **changed))
                 yield axis, size
+
+
+def _kinds_of_blocks(model: ModelConfig) -> tuple[int, int]:
+    """The number of dense blocks at the bottom, and the blocks after which kinds, dense or with experts, repeat.
+
+    Blocks of a kind with attention and with a recurrent layer take the same time, their mean.
+    """
+    moe = model.moe
+    if not moe.num_experts:
+        return 0, 1
+    has_mixer_only = model.has_mamba and model.mamba.mixer_only_offsets  # which are dense
+    period = math.lcm(moe.moe_layer_freq, model.recurrent_period) if has_mixer_only else moe.moe_layer_freq
+    bottom = min(moe.first_k_dense_replace, model.num_layers)
+    return bottom, max(min(period, model.num_layers - bottom), 1)
 
 
 @functools.lru_cache(maxsize=64)

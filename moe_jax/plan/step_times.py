@@ -60,10 +60,20 @@ _NOTHING = MeasuredTimes({})
 
 
 class Step:
-    """Task times of one step, and its simulated timeline."""
+    """Task times of one step, and its simulated timeline.
 
-    def __init__(self, config: Config, cluster: Cluster, measured: MeasuredTimes = _NOTHING):
+    If its model has only some blocks of a `whole` one, tasks take what they take on average over the whole one's.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        cluster: Cluster,
+        measured: MeasuredTimes = _NOTHING,
+        whole: ModelConfig | None = None,
+    ):
         self.config, self.mesh = config, config.mesh.sizes
+        self._whole = config if whole is None else replace(config, model=whole)
         self.device, self._expert_device, self._local_experts = slowest_devices(config, cluster)
         self.interference, self.launch_overhead, self.measured = cluster.interference, cluster.launch_overhead, measured
         self.collectives = CollectiveCosts(cluster)
@@ -222,7 +232,7 @@ class Step:
 
     def squares_s(self, direction: Direction = "F") -> float:
         """Seconds of attention between its projections, in one block, on average over blocks of several kinds."""
-        return squares_seconds(self.config, self.device, self.tokens, direction)
+        return squares_seconds(self._whole, self.device, self.tokens, direction)
 
     def algorithm(self, shape: StepShape) -> str:
         """The algorithm of the exchanges of one microbatch."""
@@ -230,9 +240,9 @@ class Step:
 
     def compute(self) -> Mapping[str, OpTimes]:
         """Estimates of the compute stages."""
-        model, tokens, settings = self.config.model, self.tokens, self.config.schedule
+        model, tokens, settings = self._whole.model, self.tokens, self.config.schedule
         owned = owned_parameters(model)
-        products = block_products(self.config, tokens, self.tensor, self.experts.ranks, self._local_experts)
+        products = block_products(self._whole, tokens, self.tensor, self.experts.ranks, self._local_experts)
         share = self._local_experts * self.experts.ranks / max(model.moe.num_experts, 1)  # 1: as many as other ranks
         of_kind = dict(zip(model.block_kinds[: model.num_layers], owned[1:], strict=False))
         passes = self._item * tokens * model.hidden_size
