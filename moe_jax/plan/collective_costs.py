@@ -187,11 +187,13 @@ class CollectiveCosts:
         levels = [self._cluster.level(group.span) for group in (one, other)]
         return levels[0].devices == levels[1].devices and levels[0].dimensions is None
 
-    def exchange(self, num_bytes: float, group: DeviceGroup, algorithm: str = OPEN_EXCHANGE) -> ExchangeChoice:
+    def exchange(
+        self, num_bytes: float, group: DeviceGroup, algorithm: str = OPEN_EXCHANGE, permutes: bool = True
+    ) -> ExchangeChoice:
         """The all-to-all of `num_bytes` that each rank has for all ranks, its own block included.
 
-        It uses the fastest algorithm, unless `algorithm` names one. Hierarchical algorithms become flat without
-        nodes.
+        It uses the fastest algorithm, unless `algorithm` names one; without `permutes`, of those that send from all
+        ranks to all. Hierarchical algorithms become flat without nodes.
         """
         if group.ranks == 1:
             return ExchangeChoice("flat", 0.0)
@@ -200,7 +202,7 @@ class CollectiveCosts:
         possible = [name for name, facts in EXCHANGE_FACTS.items() if has_nodes or not facts.by_node]
         names: tuple[str, ...] = (algorithm if algorithm in possible else "flat",)
         if algorithm == OPEN_EXCHANGE and has_nodes:
-            names = ALGORITHMS
+            names = tuple(name for name in ALGORITHMS if permutes or not EXCHANGE_FACTS[name].permutes)
         measured = {name: self._exchange_measured(name, num_bytes, group) for name in names}
         seconds = {name: time_s for name, time_s in measured.items() if time_s is not None}
         seconds = seconds or {name: self._exchange_modelled(name, num_bytes, group) for name in names}

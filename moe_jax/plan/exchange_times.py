@@ -35,8 +35,9 @@ class ExchangeTimes:
         self.has_gather_tasks = has_tensor_tasks(config, mesh)
 
     def choice(self, num_bytes: float) -> ExchangeChoice:
-        """The algorithm of an all-to-all: the config's, or the fastest one."""
-        return self._collectives.exchange(num_bytes, self._experts, self._settings.algorithm)
+        """The algorithm of an all-to-all: the config's, or the fastest one, with stages without permutes."""
+        permutes = self._config.mesh.pipeline == 1  # which wait for the devices of all stages
+        return self._collectives.exchange(num_bytes, self._experts, self._settings.algorithm, permutes)
 
     @cached_method
     def seconds(self, num_bytes: float) -> float:

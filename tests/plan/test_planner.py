@@ -322,6 +322,14 @@ def test_divisors() -> None:
     assert divisors(1) == [1]
 
 
+def test_a_plan_with_stages_names_an_exchange_that_stages_support() -> None:
+    """So small an exchange between nodes would be fastest by permutes, which wait for all stages."""
+    settings = ["mesh.pipeline=2", "mesh.expert=32", "train.batch_size=64", "data.seq_len=256"]
+    draft = open_draft(load_draft("configs/bench/fine_grained.yaml", settings), {"mesh.pipeline", "mesh.expert"})
+    found = plan(draft, find_cluster("h100x64"))
+    assert found.config.exchange.algorithm == found.best.estimate.algorithm == "hier_2d"
+
+
 def test_unknown_clusters_are_refused() -> None:
     with pytest.raises(UserError, match="did you mean h100"):
         find_cluster("h10x8")
