@@ -1,6 +1,7 @@
 """The all-to-all algorithm of a step, where `exchange.algorithm` leaves it open, and whether devices support it."""
 
 from moe_jax.config import Config, ExchangeConfig
+from moe_jax.config.ragged_rows import sends_ragged_rows
 from moe_jax.config.registry import EXCHANGE_FACTS, OPEN_EXCHANGE, REDUCTION_FACTS
 from moe_jax.errors import ConfigError
 
@@ -19,10 +20,4 @@ def exchange_of(config: Config, platform: str, tensor_ranks: int) -> str:
             )
     if config.exchange.algorithm != OPEN_EXCHANGE:
         return config.exchange.algorithm
-    # a microbatch may fill any slots of an expert, so padding is avoided only where the hardware sends ragged rows
-    schedule = config.schedule
-    ragged = platform != "cpu" and schedule.policy_facts.sends_ragged and schedule.microbatches > 1
-    ragged = ragged and schedule.expert_chunks == 1
-    ragged = ragged and tensor_ranks == 1  # its lanes do not support several
-    moe = config.model.moe
-    return "ragged" if ragged and moe.sends_capacity_rows and not moe.has_hooks else "flat"
+    return "ragged" if sends_ragged_rows(config, platform, tensor_ranks) else "flat"

@@ -25,7 +25,7 @@ from moe_jax.config import Config, LatentConfig, ModelConfig
 from moe_jax.config.attention_kernels import Kernel, kernel_of
 from moe_jax.config.grouped_products import AUTO, passes_of
 from moe_jax.config.layer_layout import segments
-from moe_jax.config.registry import OPEN_EXCHANGE
+from moe_jax.config.ragged_rows import sends_ragged_rows
 from moe_jax.config.step_kinds import RematUnit
 from moe_jax.plan.recurrent import mean_over_blocks, recurrent_layer, recurrent_share
 from moe_jax.plan.work import ITEM_BYTES, attention_tile
@@ -163,15 +163,7 @@ def _rows(config: Config, platform: str, mesh: Mapping[str, int], parts: int, to
         kept = tokens * min(moe.top_k, config.exchange.hot_experts)
         return RowCounts(sent=parts * received / shared_by + kept, computed=parts * padded + kept)
     slots = min(tokens, _rows_with_room(moe.capacity_factor, moe.top_k * tokens, moe.num_experts))
-    ragged = config.exchange.facts.ragged or (
-        config.exchange.algorithm == OPEN_EXCHANGE
-        and config.schedule.policy_facts.sends_ragged
-        and platform != "cpu"
-        and parts > 1
-        and shared_by == 1
-        and not moe.has_hooks
-    )
-    if not (ragged and moe.sends_capacity_rows):
+    if not sends_ragged_rows(config, platform, shared_by):
         sent = parts * moe.num_experts * min(slots, part)
         return RowCounts(sent=sent, computed=shared_by * sent)
     most = ranks * min(slots, part)

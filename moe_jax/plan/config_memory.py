@@ -55,10 +55,11 @@ _other_sections = operator.attrgetter(
 def memory_key(config: Sections) -> tuple[object, ...]:
     """What the memory of a step depends on, apart from the optimizer: schedules often need the same."""
     schedule = config.schedule
-    facts, parts = schedule.policy_facts, schedule.microbatches if schedule.cuts_batch else 1
+    parts = schedule.microbatches if schedule.cuts_batch else 1
+    sends_ragged = schedule.policy_facts.sends_ragged and schedule.expert_chunks == 1
     return (
         *_other_sections(config),
         *(schedule.pipeline, schedule.virtual_stages, schedule.head_blocks, schedule.remat, schedule.unroll),
         schedule.offload_activations,
-        *(facts.sends_ragged and parts > 1, parts, schedule.grad_reduce, config.step_kind, config.param_gather),
+        *(sends_ragged and parts > 1, parts, schedule.grad_reduce, config.step_kind, config.param_gather),
     )

@@ -93,7 +93,7 @@ def task_times(
     """
     matmul = Linear(0.0, 1 / rates.flops_per_s)
     estimated = {op: _compute(matmul, work) for op, work in work_of(config, tokens, platform).items()}
-    own = exchange_bytes(config, tokens, expert_ranks)
+    own = exchange_bytes(config, tokens, expert_ranks, platform)
     copies = tensor_ranks if config.exchange.tensor_form == "replicated" else 1
     moved = own * copies * (expert_ranks - 1) / expert_ranks
     gathered = own * (tensor_ranks - 1)

@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from moe_jax.config import Config
+from moe_jax.config.ragged_rows import sends_ragged_rows
 from moe_jax.plan.caching import cached_method
+from moe_jax.plan.clusters import Device
 from moe_jax.plan.collective_costs import CollectiveCosts, DeviceGroup, ExchangeChoice
 from moe_jax.plan.hot_experts import leaving_bytes, sent_again
 from moe_jax.plan.over_tensor import LinkStages, form_seconds
@@ -27,17 +29,22 @@ class _Bytes:
 class ExchangeTimes:
     """Seconds by the bytes that a device has for all expert ranks, in the config's form over tensor ranks."""
 
-    def __init__(self, config: Config, collectives: CollectiveCosts, copied_bytes_per_s: float):
+    def __init__(self, config: Config, collectives: CollectiveCosts, device: Device):
         mesh, self._config = config.mesh.sizes, config
-        self._settings, self._collectives, self._copied_bytes_per_s = config.exchange, collectives, copied_bytes_per_s
+        self._settings, self._collectives = config.exchange, collectives
+        self._copied_bytes_per_s = device.copied_bytes_per_s
         self._tensor, self._shared_by = mesh["tensor"], config.mesh.expert_tensor_ranks(mesh)
         self._experts = DeviceGroup(config.mesh.expert_ranks(mesh), self._shared_by)
+        ragged = sends_ragged_rows(config, device.platform, self._shared_by)
+        self._algorithm = "ragged" if ragged else config.exchange.algorithm
         self.has_gather_tasks = has_tensor_tasks(config, mesh)
 
     def choice(self, num_bytes: float) -> ExchangeChoice:
-        """The algorithm of an all-to-all: the config's, or the fastest one, with stages without permutes."""
+        """The algorithm of an all-to-all: the config's, or one that sends only rows that exist if training takes it, or
+        the fastest one, with stages without permutes.
+        """
         permutes = self._config.mesh.pipeline == 1  # which wait for the devices of all stages
-        return self._collectives.exchange(num_bytes, self._experts, self._settings.algorithm, permutes)
+        return self._collectives.exchange(num_bytes, self._experts, self._algorithm, permutes)
 
     @cached_method
     def seconds(self, num_bytes: float) -> float:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from moe_jax.config import Config
 from moe_jax.config.draft import Draft
-from moe_jax.config.registry import OPEN_EXCHANGE
+from moe_jax.config.registry import EXCHANGE_FACTS, OPEN_EXCHANGE
 from moe_jax.config.validate import check_ranges
 from moe_jax.errors import ConfigError, UserError
 from moe_jax.plan.candidates import Refused, on_meshes
@@ -57,7 +57,7 @@ class Plans:
         migrate, it has the speeds of the cluster's devices.
         """
         config, algorithm = with_rank_speeds(self.best.config, self.cluster), self.best.estimate.algorithm
-        if algorithm == "flat" or config.exchange.algorithm != OPEN_EXCHANGE:
+        if not EXCHANGE_FACTS.of(algorithm).by_node or config.exchange.algorithm != OPEN_EXCHANGE:
             return config
         exchange: dict[str, Any] = {"algorithm": algorithm}
         return dataclasses.replace(config, exchange=dataclasses.replace(config.exchange, **exchange))

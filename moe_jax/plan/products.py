@@ -97,7 +97,12 @@ class Product(NamedTuple):
 
 
 def block_products(
-    config: Config, tokens: float, tensor: int, expert_ranks: int, local_experts: float | None = None
+    config: Config,
+    tokens: float,
+    tensor: int,
+    expert_ranks: int,
+    platform: str,
+    local_experts: float | None = None,
 ) -> dict[str, tuple[Product, ...]]:
     """The products of each op of a block with weights, on a device with `tokens` tokens of its own.
 
@@ -121,7 +126,7 @@ def block_products(
     equal = moe.num_experts / expert_ranks
     local = equal if local_experts is None else local_experts
     shared_by = 1 if config.mesh.experts_over_tensor else tensor
-    of_expert = busiest_rows(config, tokens) * shared_by / equal if equal else 0.0
+    of_expert = busiest_rows(config, tokens, platform) * shared_by / equal if equal else 0.0
     head = Product(tokens, model.hidden_size, model.vocab_size, kind=kind)
     mtp_input = Product(tokens, 2 * model.hidden_size, model.hidden_size, kind=kind)
     expert_kind: Kind = "fp8" if moe.expert_matmuls == "fp8" else kind

@@ -80,7 +80,7 @@ class Step:
         self.tensor, self.context = self.mesh["tensor"], self.mesh["context"]
         self.expert_tensor = config.mesh.expert_tensor_ranks(self.mesh)  # ranks that share each expert
         self.experts = DeviceGroup(config.mesh.expert_ranks(self.mesh), self.expert_tensor)
-        self.exchanges = ExchangeTimes(config, self.collectives, cluster.device.copied_bytes_per_s)
+        self.exchanges = ExchangeTimes(config, self.collectives, cluster.device)
         shards = self.mesh["data"] * self.mesh["expert"] * config.train.grad_accumulation
         self.sequences = config.train.batch_size / shards
         self.tokens = self.sequences * config.data.seq_len / (self.tensor * self.context)
@@ -89,7 +89,7 @@ class Step:
     @cached_property
     def exchanged_bytes(self) -> float:
         """Bytes of rows that a device has for all ranks in one dispatch or combine, if it is not split."""
-        return exchange_bytes(self.config, self.tokens, self.experts.ranks)
+        return exchange_bytes(self.config, self.tokens, self.experts.ranks, self.device.platform)
 
     @cached_property
     def sums(self) -> tuple[tuple[Sum, ...], ...]:
@@ -242,11 +242,14 @@ class Step:
         """Estimates of the compute stages."""
         model, tokens, settings = self._whole.model, self.tokens, self.config.schedule
         owned = owned_parameters(model)
-        products = block_products(self._whole, tokens, self.tensor, self.experts.ranks, self._local_experts)
+        products = block_products(
+            self._whole, tokens, self.tensor, self.experts.ranks, self.device.platform, self._local_experts
+        )
         share = self._local_experts * self.experts.ranks / max(model.moe.num_experts, 1)  # 1: as many as other ranks
         of_kind = dict(zip(model.block_kinds[: model.num_layers], owned[1:], strict=False))
         passes = self._item * tokens * model.hidden_size
-        hidden = share * busiest_rows(self.config, tokens) * (model.hidden_size + 2 * model.moe.intermediate_size)
+        rows = busiest_rows(self.config, tokens, self.device.platform)
+        hidden = share * rows * (model.hidden_size + 2 * model.moe.intermediate_size)
         row_passes = [each * self._item * hidden / 3 for each in _ROW_PASSES]
         if model.moe.expert_matmuls == "fp8":
             row_passes = [each + rounded * hidden for each, rounded in zip(row_passes, _ROUNDED_BYTES, strict=True)]

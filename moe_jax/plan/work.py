@@ -5,6 +5,7 @@ from typing import NamedTuple
 from moe_jax.config import Config, ModelConfig
 from moe_jax.config.attention_kernels import ATTENTION_TILE, Kernel, kernel_of, splash_block, tile_of
 from moe_jax.config.loss_chunks import tokens_of_chunk
+from moe_jax.config.ragged_rows import sends_ragged_rows
 from moe_jax.config.registry import HOOKS_FACTS
 from moe_jax.plan.hot_experts import load_with_copies
 from moe_jax.plan.recurrent import mean_over_blocks, recurrent_layer
@@ -29,13 +30,14 @@ def work_of(config: Config, tokens: float, platform: str) -> dict[str, OpWork]:
     scores = mean_over_blocks(model, attention_flops(config, tokens, platform), of_states)
     mixes = 2 * tokens * mixed_matrices(model)
     of_mlp = 2 * tokens * matrices * model.hidden_size
+    rows = busiest_rows(config, tokens, platform)
     shared = of_mlp * (moe.intermediate_size * moe.num_shared_experts + model.intermediate_size * moe.dense_residual)
     mtp = (model.vocab_size + 2 * model.hidden_size) * model.num_nextn_predict_layers  # its logits and its input
     return {
         "embed": OpWork(0.0),
         "attend": OpWork(attention + shared + 2 * tokens * gate_matrices(model), scores + mixes),
         "dense": OpWork(attention + of_mlp * mean_mlp_width(model), scores),
-        "expert": OpWork(2 * busiest_rows(config, tokens) * matrices * model.hidden_size * moe.intermediate_size),
+        "expert": OpWork(2 * rows * matrices * model.hidden_size * moe.intermediate_size),
         "head": OpWork(2 * tokens * model.hidden_size * (model.vocab_size + mtp)),
     }
 
@@ -77,9 +79,9 @@ def attention_tile(config: Config, kernel: Kernel, context: int) -> int | None:
     return tile_of(config.data.seq_len) if kernel == "tiled" else None
 
 
-def exchange_bytes(config: Config, tokens: float, ranks: int) -> float:
+def exchange_bytes(config: Config, tokens: float, ranks: int, platform: str) -> float:
     """Bytes of rows that a device has for all ranks in one dispatch or combine, its own rows and padding included."""
-    return _sent_rows(config, tokens, ranks) * config.model.hidden_size * row_item_bytes(config)
+    return _sent_rows(config, tokens, ranks, platform) * config.model.hidden_size * row_item_bytes(config)
 
 
 def row_item_bytes(config: Config) -> int:
@@ -90,13 +92,14 @@ def row_item_bytes(config: Config) -> int:
     return HOOKS_FACTS.of(config.model.moe.hooks).row_item_bytes or ITEM_BYTES[config.train.compute_dtype]
 
 
-def busiest_rows(config: Config, tokens: float) -> float:
+def busiest_rows(config: Config, tokens: float, platform: str) -> float:
     """Rows that the experts of the busiest rank compute, padding included.
 
     Without a capacity they are `plan.load_factor` times the mean, less what copies of experts take over, and at most
     what the rank's buffer holds, and what all tokens can choose of its experts.
     """
-    rows, moe, most = expert_rows(config.model, tokens), config.model.moe, config.exchange.rank_capacity_factor
+    moe, most = config.model.moe, config.exchange.rank_capacity_factor
+    rows = expert_rows(config, tokens, platform)
     if not moe.sends_sized_rows or moe.num_experts == 0:
         return rows
     load = min(config.plan.load_factor, _largest_load(config, config.mesh.expert_ranks(config.mesh.sizes)))
@@ -105,19 +108,26 @@ def busiest_rows(config: Config, tokens: float) -> float:
     return rows * (load if most is None else min(load, most))
 
 
-def expert_rows(model: ModelConfig, tokens: float) -> float:
-    """Rows that a device's experts compute on average, padding included."""
-    moe = model.moe
+def expert_rows(config: Config, tokens: float, platform: str) -> float:
+    """Rows that a device's experts compute on average, padding included.
+
+    Tokens of one microbatch may fill all slots of an expert. Unless only rows that exist are sent, each microbatch
+    sends all slots, as many as it has tokens at most.
+    """
+    moe, schedule = config.model.moe, config.schedule
     if moe.gate_facts.mixes:
         return moe.num_experts * moe.slots_per_expert
     factor = 1.0 if moe.capacity_factor is None else moe.capacity_factor
-    return min(factor * moe.top_k, moe.num_experts) * tokens
+    parts = schedule.microbatches if schedule.cuts_batch and moe.capacity_factor is not None else 1
+    if parts > 1 and sends_ragged_rows(config, platform, config.mesh.expert_tensor_ranks(config.mesh.sizes)):
+        parts = 1
+    return min(factor * moe.top_k * parts, moe.num_experts) * tokens
 
 
-def _sent_rows(config: Config, tokens: float, ranks: int) -> float:
+def _sent_rows(config: Config, tokens: float, ranks: int, platform: str) -> float:
     moe, factor = config.model.moe, config.exchange.rank_capacity_factor
     if not moe.sends_sized_rows or moe.num_experts == 0:
-        return expert_rows(config.model, tokens)
+        return expert_rows(config, tokens, platform)
     worst = _largest_load(config, ranks)
     return tokens * moe.top_k * (worst if factor is None else min(factor, worst))
 

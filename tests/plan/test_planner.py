@@ -207,7 +207,7 @@ def test_hops_go_after_exchanges_of_other_microbatches() -> None:
     slow = dataclasses.replace(H100S, levels=(level,))
     cut = [*SMALL, "data.seq_len=8192", "mesh.data=1", "mesh.context=2", "mesh.expert=8", "schedule.policy=unified"]
     whole, halves = (Step(load_config(None, [*cut, f"schedule.microbatches={n}"]), slow) for n in (1, 2))
-    before_s = 2 * halves.exchanges.seconds(exchange_bytes(halves.config, halves.tokens, 8) / 2)
+    before_s = 2 * halves.exchanges.seconds(exchange_bytes(halves.config, halves.tokens, 8, "gpu") / 2)
     waited_s = halves.compute()["attend"].whole_s["F"] - whole.compute()["attend"].whole_s["F"]
     assert waited_s == pytest.approx(min(before_s, halves.squares_s()), rel=1e-6)
     assert waited_s > 0
@@ -358,6 +358,15 @@ def test_memory_that_a_search_shares_is_that_of_each_config() -> None:
             whole = step_memory(config, "gpu")
             assert search.memory.of(config) == whole
             assert least_bytes(config, "gpu") <= whole.total
+
+
+def test_memory_of_chunks_of_experts_is_not_that_of_ragged_rows() -> None:
+    settings = ["model.moe.capacity_factor=1", "mesh.data=1", "mesh.expert=16", "train.batch_size=64"]
+    search = PlanSearch(open_draft(load_draft("configs/models/olmoe.yaml", settings)), H100S, 1.0)
+    for chunks in (1, 2):
+        order = {"policy": "unified", "microbatches": 4, "expert_chunks": chunks}
+        config = search.draft.choose(search.draft, schedule=order, optimizer={"zero": 1})
+        assert search.memory.of(config) == step_memory(config, "gpu")
 
 
 def test_a_hash_that_is_kept_does_not_travel_to_other_processes() -> None:

@@ -7,12 +7,14 @@ import pytest
 
 from moe_jax.config import Config, MeshConfig, TrainConfig
 from moe_jax.config.sections import AttentionConfig, DeltaNetConfig, LatentConfig, MambaConfig, ModelConfig, MoEConfig
+from moe_jax.config.yaml_io import load_config
+from moe_jax.plan.activation_memory import sizes_of
 from moe_jax.plan.clusters import PRESETS, find_cluster
 from moe_jax.plan.clusters.hardware import MatrixUnits, Tile
 from moe_jax.plan.curves import Curve, curve
 from moe_jax.plan.products import Product, block_products, measured_attention, measured_rate, product_seconds
 from moe_jax.plan.step_times import Step
-from moe_jax.plan.work import exchange_bytes, work_of
+from moe_jax.plan.work import exchange_bytes, expert_rows, work_of
 
 H100 = PRESETS["h100"].device
 TENSOR, EXPERT = 2, 4
@@ -57,7 +59,7 @@ def config_of(model: dict | None = None, **moe) -> Config:
 )
 def test_products_have_the_operations_of_their_ops(config: Config) -> None:
     """Counted in two ways: by sizes, and by parameters and tokens."""
-    products, work = block_products(config, 1024, TENSOR, EXPERT), work_of(config, 1024, "gpu")
+    products, work = block_products(config, 1024, TENSOR, EXPERT, "gpu"), work_of(config, 1024, "gpu")
     for op, each in products.items():
         assert sum(product.flops for product in each) == pytest.approx(work[op].products), op
 
@@ -122,7 +124,7 @@ def test_a_step_knows_what_its_numbers_are() -> None:
     bfloat16, fp8 = (config_of(wide, intermediate_size=8192, expert_matmuls=each) for each in ("compute_dtype", "fp8"))
     long = {"data": dataclasses.replace(bfloat16.data, seq_len=8192)}
     assert expert_s(dataclasses.replace(fp8, **long)) < 0.75 * expert_s(dataclasses.replace(bfloat16, **long))
-    sizes = [exchange_bytes(config_of(hooks=each), 1024, EXPERT) for each in ("none", "bf16", "fp8")]
+    sizes = [exchange_bytes(config_of(hooks=each), 1024, EXPERT, "gpu") for each in ("none", "bf16", "fp8")]
     assert sizes == [sizes[0], sizes[0], sizes[0] / 2]
 
 
@@ -159,3 +161,32 @@ def test_the_slowest_of_many_devices_is_waited_for() -> None:
     alone, many = H100.slowest_of(1, 0.01), H100.slowest_of(1000, 0.01)
     assert alone == H100
     assert H100.matrix_efficiency / many.matrix_efficiency == pytest.approx(1 + 0.01 * math.sqrt(2 * math.log(1000)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "platform", "times"),
+    [
+        ([], "gpu", 1),
+        ([], "cpu", 4),  # whose collectives send no ragged rows
+        (["schedule.expert_chunks=2"], "gpu", 4),
+        (["exchange.algorithm=hier_2d"], "tpu", 4),
+        (["model.moe.hooks=bf16"], "gpu", 4),
+        (["model.moe.capacity_factor=3"], "cpu", 8 / 3),  # no more than its tokens
+        (["schedule.policy=expert_pipeline"], "cpu", 1),  # which cuts the slots
+    ],
+)
+def test_a_microbatch_is_padded_in_time_as_in_memory(settings: list[str], platform: str, times: float) -> None:
+    """Each one may fill all slots of an expert, unless only rows that exist are sent."""
+    config = load_config(
+        None,
+        [
+            *("model.moe.num_experts=16", "model.moe.top_k=2", "model.moe.capacity_factor=1", "model.hidden_size=64"),
+            *("mesh.data=1", "mesh.expert=4", "train.batch_size=64", "data.seq_len=64", "train.compute_dtype=bfloat16"),
+            *("schedule.policy=unified", "schedule.microbatches=4", *settings),
+        ],
+    )
+    sizes = sizes_of(config, platform, config.mesh.sizes)
+    rows = expert_rows(config, sizes.tokens, platform)
+    assert rows == pytest.approx(times * 2 * sizes.tokens * config.model.moe.capacity_factor)
+    assert sizes.rows.sent == pytest.approx(rows)
+    assert exchange_bytes(config, sizes.tokens, 4, platform) == pytest.approx(rows * 64 * 2)
