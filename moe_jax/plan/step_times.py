@@ -27,6 +27,7 @@ from moe_jax.plan.task_times import Linear, TaskTimes, owner_of
 from moe_jax.plan.work import (
     ITEM_BYTES,
     busiest_rows,
+    context_hops,
     context_width,
     exchange_bytes,
     gathered_widths,
@@ -342,7 +343,7 @@ class Step:
         """
         width = context_width(model, self.tensor)
         group = DeviceGroup(self.context, self.mesh["expert"] * self.tensor)
-        leaving = (self.context - 1) * self.tokens * width
+        leaving = context_hops(self._whole) * self.tokens * width
         if not has_ring(self.config):
             gathers: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
             forward, backward = (self.collectives.ring(leaving * self._item, group, each) for each in gathers)

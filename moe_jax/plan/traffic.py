@@ -10,7 +10,7 @@ from moe_jax.plan.hot_experts import leaving_bytes
 from moe_jax.plan.param_gathers import gathered_bytes
 from moe_jax.plan.stage_parameters import stage_parameters_of, stage_sums
 from moe_jax.plan.step_times import Step
-from moe_jax.plan.work import ITEM_BYTES, context_width, gathered_widths, has_ring
+from moe_jax.plan.work import ITEM_BYTES, context_hops, context_width, gathered_widths, has_ring
 
 
 def traffic(config: Config, cluster: Cluster) -> dict[str, float]:
@@ -30,7 +30,7 @@ def traffic(config: Config, cluster: Cluster) -> dict[str, float]:
     copies = step.expert_tensor if config.exchange.tensor_form == "replicated" else 1
     copied_bytes, summed_bytes = leaving_bytes(config, ranks, item)
     of_copies = (1 if remat == "none" else 2) * copied_bytes + summed_bytes
-    passed = (step.context - 1) * step.tokens * context_width(model, step.tensor)
+    passed = context_hops(config) * step.tokens * context_width(model, step.tensor)
     width_bytes = (step.tensor - 1) * step.tokens * item
 
     def crossing(kind: str) -> int:

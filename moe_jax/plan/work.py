@@ -1,5 +1,9 @@
 """Work of the tasks of a step: floating-point operations and bytes sent, from a config alone."""
 
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
 
 from moe_jax.config import Config, ModelConfig
@@ -43,18 +47,43 @@ def work_of(config: Config, tokens: float, platform: str) -> dict[str, OpWork]:
 
 
 def attention_flops(config: Config, tokens: float, platform: str) -> float:
-    """Operations of the products of queries, keys and values in one block with attention."""
+    """Operations of the products of queries, keys and values in one block with attention, their mean."""
     model = config.model
     return 2 * tokens * computed_keys(config, platform) * model.num_attention_heads * (model.qk_width + model.v_width)
 
 
 def computed_keys(config: Config, platform: str) -> float:
-    """The number of keys per query, computed masked ones included: a whole sequence, unless tiles are left out."""
+    """The number of keys per query, computed masked ones included: a whole sequence, unless tiles are left out.
+
+    It is the mean over blocks with attention, some of which may have a window. Tiles outside of chunks are computed.
+    What cuDNN leaves out for a window is not known: predictions of published runs are nearer without.
+    """
     kernel, length = kernel_of(config, platform), config.data.seq_len
     if kernel == "cudnn":
         return (length + 1) / 2
-    block = splash_block(length) if kernel == "splash" else attention_tile(config, kernel, config.mesh.context)
-    return length if block is None else (length + block) / 2
+    tile = splash_block(length) if kernel == "splash" else attention_tile(config, kernel, config.mesh.context)
+    if tile is None:
+        return length
+    return _mean(config.model, lambda window: _keys_in_tiles(length, tile, window))
+
+
+def _keys_in_tiles(length: int, tile: int, window: int | None) -> float:
+    """The mean number of keys per query in tiles with a visible one; tiles cover a sequence of this length."""
+    tiles = length / tile
+    most = tiles if window is None else min((window + tile - 2) // tile + 1, tiles)  # tiles of keys for one of queries
+    return tile * (most - most * (most - 1) / (2 * tiles))
+
+
+def _mean(model: ModelConfig, of_window: Callable[[int | None], float]) -> float:
+    """The mean over blocks with attention of what is a function of their window."""
+    windows = _windows(model)
+    return sum(count * of_window(window) for window, count in windows.items()) / max(windows.total(), 1)
+
+
+@functools.lru_cache(maxsize=64)
+def _windows(model: ModelConfig) -> Counter[int | None]:
+    """The windows of the blocks with attention; None: all earlier tokens are visible."""
+    return Counter(view.window for view in model.views if not view.is_recurrent)
 
 
 def logit_chunk(config: Config, tokens: float) -> int | None:
@@ -67,6 +96,20 @@ def logit_chunk(config: Config, tokens: float) -> int | None:
 def has_ring(config: Config) -> bool:
     """Whether keys and values travel around a ring of context ranks."""
     return config.mesh.context > 1 and config.exchange.context_form == "ring"
+
+
+def context_hops(config: Config) -> float:
+    """The number of other context ranks whose keys and values a rank receives in one block with attention, on average.
+
+    A ring leaves out the ranks that a window does not reach: each of a rank's two pieces of a sequence needs as many
+    pieces before it as the window is long (models/attention/tiles.py).
+    """
+    others, piece = config.mesh.context - 1, config.data.seq_len / (2 * config.mesh.context)
+    if not has_ring(config):
+        return others
+    return _mean(
+        config.model, lambda window: others if window is None else min(2 * math.ceil((window - 1) / piece), others)
+    )
 
 
 def attention_tile(config: Config, kernel: Kernel, context: int) -> int | None:

@@ -6,15 +6,17 @@ import math
 import pytest
 
 from moe_jax.config import Config, MeshConfig, TrainConfig
+from moe_jax.config.attention_kernels import ATTENTION_TILE, splash_block
 from moe_jax.config.sections import AttentionConfig, DeltaNetConfig, LatentConfig, MambaConfig, ModelConfig, MoEConfig
 from moe_jax.config.yaml_io import load_config
+from moe_jax.models.attention.tiles import of_sequence, ring_of
 from moe_jax.plan.activation_memory import sizes_of
 from moe_jax.plan.clusters import PRESETS, find_cluster
 from moe_jax.plan.clusters.hardware import MatrixUnits, Tile
 from moe_jax.plan.curves import Curve, curve
 from moe_jax.plan.products import Product, block_products, measured_attention, measured_rate, product_seconds
 from moe_jax.plan.step_times import Step
-from moe_jax.plan.work import exchange_bytes, expert_rows, work_of
+from moe_jax.plan.work import computed_keys, context_hops, exchange_bytes, expert_rows, work_of
 
 H100 = PRESETS["h100"].device
 TENSOR, EXPERT = 2, 4
@@ -190,3 +192,31 @@ def test_a_microbatch_is_padded_in_time_as_in_memory(settings: list[str], platfo
     assert rows == pytest.approx(times * 2 * sizes.tokens * config.model.moe.capacity_factor)
     assert sizes.rows.sent == pytest.approx(rows)
     assert exchange_bytes(config, sizes.tokens, 4, platform) == pytest.approx(rows * 64 * 2)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "length", "window"), [("tiled", 4096, 700), ("tiled", 2048, 128), ("splash", 4096, 1025)]
+)
+def test_tiles_that_a_window_hides_take_no_time(kernel: str, length: int, window: int) -> None:
+    """Counted as training counts them, for the blocks that have the window; a fourth sees all earlier tokens."""
+    windows = [f"model.attention.sliding_window={window}", "model.attention.full_every=4", "model.num_layers=4"]
+    length_of = [f"data.seq_len={length}", f"train.attention_kernel={kernel}", "train.compute_dtype=bfloat16"]
+    config = load_config(None, [*windows, *length_of])
+    tile = {"tiled": ATTENTION_TILE, "splash": splash_block(length)}[kernel]
+    pairs = [len(of_sequence(length, each, tile)[1]) for each in (window, window, window, None)]
+    assert computed_keys(config, {"tiled": "gpu", "splash": "tpu"}[kernel]) == sum(pairs) / 4 * tile**2 / length
+
+
+@pytest.mark.parametrize("window", [1, 65, 130, 600, None])
+def test_a_ring_leaves_out_the_ranks_that_a_window_does_not_reach(window: int | None) -> None:
+    settings = [
+        "mesh.data=1",
+        "mesh.context=4",
+        "data.seq_len=1024",
+        f"model.attention.sliding_window={window or 'null'}",
+    ]
+    ring, gathered = (
+        load_config(None, [*settings, f"exchange.context_form={form}"]) for form in ("ring", "all_gather")
+    )
+    assert context_hops(ring) == len(ring_of(4, 256, window, 64).hops) - 1
+    assert context_hops(gathered) == 3
