@@ -22,7 +22,7 @@ from fractions import Fraction
 from typing import Literal, NamedTuple
 
 from moe_jax.config import Config, LatentConfig, ModelConfig
-from moe_jax.config.attention_kernels import Kernel, kernel_of
+from moe_jax.config.attention_kernels import HOPPER, Capability, Kernel, kernel_of
 from moe_jax.config.grouped_products import AUTO, passes_of
 from moe_jax.config.layer_layout import segments
 from moe_jax.config.ragged_rows import sends_ragged_rows
@@ -88,11 +88,17 @@ class DeviceSizes:
         return self.sequences * self.heads * (self.length * self.keys if self.tile is None else self.tile**2)
 
 
-def sizes_of(config: Config, platform: str, mesh: Mapping[str, int]) -> DeviceSizes:
-    """The sizes of a config on one device; `mesh` has the number of devices along each axis, none of them -1."""
+def sizes_of(
+    config: Config, platform: str, mesh: Mapping[str, int], capability: Capability | None = HOPPER
+) -> DeviceSizes:
+    """The sizes of a config on one device; `mesh` has the number of devices along each axis, none of them -1.
+
+    `capability` is that of the GPUs, as for `kernel_of`.
+    """
     model, schedule = config.model, config.schedule
     tensor, length = mesh["tensor"], config.data.seq_len // mesh["context"]
-    ring, kernel = mesh["context"] > 1 and config.exchange.context_form == "ring", kernel_of(config, platform)
+    ring = mesh["context"] > 1 and config.exchange.context_form == "ring"
+    kernel = kernel_of(config, platform, capability)
     sequences = config.train.batch_size / config.train.grad_accumulation / (mesh["data"] * mesh["expert"])
     parts = schedule.microbatches if schedule.cuts_batch else 1
     return DeviceSizes(

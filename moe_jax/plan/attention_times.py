@@ -43,8 +43,8 @@ def _recurrent_s(model: ModelConfig, device: Device, tokens: float, direction: D
 def _attention_s(config: Config, device: Device, tokens: float, direction: Direction) -> float:
     """Seconds of attention's products of activations and of their memory traffic, in one block."""
     model, backward = config.model, direction == "B"
-    flops = attention_flops(config, tokens, device.platform) + 2 * tokens * mixed_matrices(model)
-    if kernel_of(config, device.platform) == "cudnn":
+    flops = attention_flops(config, tokens, device.platform, device.capability) + 2 * tokens * mixed_matrices(model)
+    if kernel_of(config, device.platform, device.capability) == "cudnn":
         rate = device.matrix_flops_per_s * device.attention_efficiency
         return flops * (_FLASH_BACKWARD if backward else 1) / rate
     measured = measured_attention(device.curves, config.data.seq_len, model.qk_width)
@@ -58,6 +58,6 @@ def _attention_s(config: Config, device: Device, tokens: float, direction: Direc
 
 def _pairs(config: Config, device: Device, tokens: float) -> float:
     """The number of (query, key, head) triples of a device that pass through memory."""
-    if kernel_of(config, device.platform) in ("cudnn", "splash"):
+    if kernel_of(config, device.platform, device.capability) in ("cudnn", "splash"):
         return 0.0
-    return tokens * computed_keys(config, device.platform) * config.model.num_attention_heads
+    return tokens * computed_keys(config, device.platform, device.capability) * config.model.num_attention_heads

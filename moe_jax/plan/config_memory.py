@@ -30,7 +30,7 @@ class ConfigMemory:
         mesh, platform, has_ticks = config.mesh.sizes, self.cluster.device.platform, config.step_facts.has_ticks
         key = *memory_key(config), config.optimizer.zero == 3 if has_ticks else config.optimizer
         if key not in self._by_key:
-            self._by_key[key] = step_memory(config, platform, mesh)
+            self._by_key[key] = step_memory(config, platform, mesh, self.cluster.device.capability)
         if not has_ticks:
             return self._by_key[key]
         # the only memory of a step with ticks that ZeRO 1 shards

@@ -28,6 +28,7 @@ from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
 from moe_jax.config import Config, ModelConfig, Sections
+from moe_jax.config.attention_kernels import HOPPER, Capability
 from moe_jax.config.layer_layout import Stages, segments
 from moe_jax.config.registry import PIPELINE_FACTS
 from moe_jax.errors import ConfigError
@@ -171,18 +172,21 @@ def _expert_matrices(config: Config, mesh: Mapping[str, int]) -> float:
     return count_parameters(config.model).expert / (ranks * (3 if config.model.is_gated else 2))
 
 
-def step_memory(config: Config, platform: str, mesh: Mapping[str, int] | None = None) -> StepMemory:
+def step_memory(
+    config: Config, platform: str, mesh: Mapping[str, int] | None = None, capability: Capability | None = HOPPER
+) -> StepMemory:
     """The memory of a step on devices of a platform: tpu, gpu or cpu.
 
-    `mesh` has the number of devices along each axis (None: that of the config). Raises ConfigError if an axis is open.
+    `mesh` has the number of devices along each axis (None: that of the config), `capability` is that of GPUs. Raises
+    ConfigError if an axis is open.
     """
     mesh = config.mesh.sizes if mesh is None else mesh
     for axis, ranks in mesh.items():
         if ranks < 1:
             raise ConfigError(f"mesh.{axis}={ranks} leaves memory open: say how many devices there are along this axis")
     if config.step_facts.has_ticks:
-        return pipelined_memory(config, platform, mesh)
-    model, sizes, facts = config.model, sizes_of(config, platform, mesh), config.step_facts
+        return pipelined_memory(config, platform, mesh, capability)
+    model, sizes, facts = config.model, sizes_of(config, platform, mesh, capability), config.step_facts
     count = parameters_per_device(config, mesh)
     matrix = model.vocab_size * model.hidden_size
     mode = mode_of(config, platform)
@@ -307,7 +311,9 @@ def _above_loop(config: Config, sizes: DeviceSizes, mode: Mode) -> _AboveLoop:
     return _AboveLoop(len(kinds), sum(stored_bytes(sizes, model, kind, mode, facts.remat_unit) for kind in kinds))
 
 
-def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> StepMemory:
+def pipelined_memory(
+    config: Config, platform: str, mesh: Mapping[str, int], capability: Capability | None = HOPPER
+) -> StepMemory:
     """The memory of a step that runs a table of ticks. All stages run one program, on equal buffers.
 
     The step has buffers for the activations of forward passes, as many slots as the table needs, each large enough for
@@ -320,7 +326,8 @@ def pipelined_memory(config: Config, platform: str, mesh: Mapping[str, int]) -> 
     Raises ConfigError if stages have too few blocks.
     """
     model, settings, parts = config.model, config.schedule, config.train.grad_accumulation
-    sizes, mode, compiler = sizes_of(config, platform, mesh), mode_of(config, platform), COMPILERS[platform]
+    sizes = sizes_of(config, platform, mesh, capability)
+    mode, compiler = mode_of(config, platform), COMPILERS[platform]
     params, stages = stage_parameters_of(config), Stages.of(config)
     count = params.on_device(config, mesh)
     outline = outline_of(settings.pipeline, stages.stages, parts, stages.chunks)

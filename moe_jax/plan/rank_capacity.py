@@ -58,7 +58,8 @@ def prices(found: Estimate) -> Iterator[Price]:
     config = found.config
     for smaller in _smaller(config.exchange.rank_capacity_factor, config.plan.load_factor):
         other = dataclasses.replace(config, exchange=dataclasses.replace(config.exchange, rank_capacity_factor=smaller))
-        memory = step_memory(other, found.cluster.device.platform, other.mesh.sizes)
+        device = found.cluster.device
+        memory = step_memory(other, device.platform, other.mesh.sizes, device.capability)
         yield Price(smaller, estimate(other, found.cluster).step_s, memory.total)
 
 

@@ -7,7 +7,15 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from moe_jax.config import Config, ModelConfig
-from moe_jax.config.attention_kernels import ATTENTION_TILE, Kernel, kernel_of, splash_block, tile_of
+from moe_jax.config.attention_kernels import (
+    ATTENTION_TILE,
+    HOPPER,
+    Capability,
+    Kernel,
+    kernel_of,
+    splash_block,
+    tile_of,
+)
 from moe_jax.config.loss_chunks import tokens_of_chunk
 from moe_jax.config.ragged_rows import sends_ragged_rows
 from moe_jax.config.registry import HOOKS_FACTS
@@ -46,19 +54,21 @@ def work_of(config: Config, tokens: float, platform: str) -> dict[str, OpWork]:
     }
 
 
-def attention_flops(config: Config, tokens: float, platform: str) -> float:
+def attention_flops(config: Config, tokens: float, platform: str, capability: Capability | None = HOPPER) -> float:
     """Operations of the products of queries, keys and values in one block with attention, their mean."""
     model = config.model
-    return 2 * tokens * computed_keys(config, platform) * model.num_attention_heads * (model.qk_width + model.v_width)
+    keys = computed_keys(config, platform, capability)
+    return 2 * tokens * keys * model.num_attention_heads * (model.qk_width + model.v_width)
 
 
-def computed_keys(config: Config, platform: str) -> float:
+def computed_keys(config: Config, platform: str, capability: Capability | None = HOPPER) -> float:
     """The number of keys per query, computed masked ones included: a whole sequence, unless tiles are left out.
 
     It is the mean over blocks with attention, some of which may have a window. Tiles outside of chunks are computed.
-    What cuDNN leaves out for a window is not known: predictions of published runs are nearer without.
+    What cuDNN leaves out for a window is not known: predictions of published runs are nearer without. `capability` is
+    that of the GPUs, as for `kernel_of`.
     """
-    kernel, length = kernel_of(config, platform), config.data.seq_len
+    kernel, length = kernel_of(config, platform, capability), config.data.seq_len
     if kernel == "cudnn":
         return (length + 1) / 2
     tile = splash_block(length) if kernel == "splash" else attention_tile(config, kernel, config.mesh.context)

@@ -6,14 +6,17 @@ import math
 import pytest
 
 from moe_jax.config import Config, MeshConfig, TrainConfig
-from moe_jax.config.attention_kernels import ATTENTION_TILE, splash_block
+from moe_jax.config.attention_kernels import ATTENTION_TILE, HOPPER, splash_block
 from moe_jax.config.sections import AttentionConfig, DeltaNetConfig, LatentConfig, MambaConfig, ModelConfig, MoEConfig
 from moe_jax.config.yaml_io import load_config
 from moe_jax.models.attention.tiles import of_sequence, ring_of
 from moe_jax.plan.activation_memory import sizes_of
+from moe_jax.plan.attention_times import squares_seconds
 from moe_jax.plan.clusters import PRESETS, find_cluster
 from moe_jax.plan.clusters.hardware import MatrixUnits, Tile
+from moe_jax.plan.config_memory import ConfigMemory
 from moe_jax.plan.curves import Curve, curve
+from moe_jax.plan.memory import step_memory
 from moe_jax.plan.products import Product, block_products, measured_attention, measured_rate, product_seconds
 from moe_jax.plan.step_times import Step
 from moe_jax.plan.work import computed_keys, context_hops, exchange_bytes, expert_rows, work_of
@@ -220,3 +223,27 @@ def test_a_ring_leaves_out_the_ranks_that_a_window_does_not_reach(window: int | 
     )
     assert context_hops(ring) == len(ring_of(4, 256, window, 64).hops) - 1
     assert context_hops(gathered) == 3
+
+
+def test_attention_of_a_preset_is_that_of_its_gpus() -> None:
+    """cuDNN's needs NVIDIA's GPUs since Ampere, and Hopper for the heads of DeepSeek's latents."""
+    long = ["model.hidden_size=512", "model.num_attention_heads=8", "data.seq_len=4096", "mesh.data=1"]
+    long += ["train.compute_dtype=bfloat16", "train.batch_size=8"]
+    wide = ["model.latent.kv_lora_rank=64", "model.latent.q_lora_rank=96", "model.num_key_value_heads=null"]
+    models = {"narrow": load_config(None, long), "wide": load_config(None, [*long, *wide])}
+    found = {
+        name: [
+            model
+            for model, config in models.items()
+            if ConfigMemory(find_cluster(name), 1.0).of(config) == step_memory(config, "gpu", None, HOPPER)
+            and computed_keys(config, "gpu", find_cluster(name).device.capability) == 4097 / 2
+        ]
+        for name in ("v100-8", "a100-8", "h100-8", "b200-8", "mi300x-8")
+    }
+    both = ["narrow", "wide"]
+    assert found == {"v100-8": [], "a100-8": ["narrow"], "h100-8": both, "b200-8": both, "mi300x-8": []}
+    slow, fast = (
+        squares_seconds(models["narrow"], dataclasses.replace(H100, capability=capability), 4096, "F")
+        for capability in (None, HOPPER)
+    )
+    assert slow > fast

@@ -7,6 +7,7 @@ assumptions for comparing costs, near the prices of clouds in 2025. Watts are th
 from dataclasses import replace
 from typing import NamedTuple
 
+from moe_jax.config.attention_kernels import Capability
 from moe_jax.plan.clusters.hardware import Device, Level, LinkCurve, MatrixUnits, Preset, RateShares, Tile
 
 _ALL = 2**40  # devices: no limit
@@ -22,20 +23,21 @@ _TILES = (Tile(128, 256, 1.0), Tile(128, 128, 0.9), Tile(64, 128, 0.7), Tile(64,
 class _GpuChip(NamedTuple):
     """What GPUs of a generation have in common. Multiprocessors and shares are from data sheets."""
 
+    capability: Capability | None  # CUDA's compute capability; None: not NVIDIA's
     multiprocessors: int
     start: int  # see MatrixUnits
     shares: RateShares  # relative to dense bfloat16
     matrix_efficiency: float = 0.75
 
 
-_VOLTA = _GpuChip(80, 64, RateShares(15.7 / 125, 15.7 / 125), 0.7)
-_TURING = _GpuChip(68, 64, RateShares(0.25, 0.25), 0.7)
-_GA100 = _GpuChip(108, 128, RateShares(0.5, 19.5 / 312), 0.8)
-_GA102 = _GpuChip(82, 64, RateShares(0.5, 0.5), 0.7)
-_HOPPER = _GpuChip(132, 192, RateShares(0.5, 67 / 989, 2.0))
-_BLACKWELL = _GpuChip(148, 384, RateShares(0.5, 75 / 2250, 2.0))
-_CDNA2 = _GpuChip(110, 128, RateShares(0.25, 0.25), 0.6)
-_CDNA3 = _GpuChip(304, 192, RateShares(0.5, 0.125, 2.0), 0.5)
+_VOLTA = _GpuChip((7, 0), 80, 64, RateShares(15.7 / 125, 15.7 / 125), 0.7)
+_TURING = _GpuChip((7, 5), 68, 64, RateShares(0.25, 0.25), 0.7)
+_GA100 = _GpuChip((8, 0), 108, 128, RateShares(0.5, 19.5 / 312), 0.8)
+_GA102 = _GpuChip((8, 6), 82, 64, RateShares(0.5, 0.5), 0.7)
+_HOPPER = _GpuChip((9, 0), 132, 192, RateShares(0.5, 67 / 989, 2.0))
+_BLACKWELL = _GpuChip((10, 0), 148, 384, RateShares(0.5, 75 / 2250, 2.0))
+_CDNA2 = _GpuChip(None, 110, 128, RateShares(0.25, 0.25), 0.6)
+_CDNA3 = _GpuChip(None, 304, 192, RateShares(0.5, 0.125, 2.0), 0.5)
 
 
 def _device(
@@ -56,6 +58,7 @@ def _device(
         matrix_flops_per_s=tflops * 1e12,
         matrix_efficiency=chip.matrix_efficiency,
         attention_efficiency=_ATTENTION_EFFICIENCY,
+        capability=chip.capability,
         units=MatrixUnits(chip.multiprocessors, _TILES, chip.start),
         rate_shares=chip.shares,
         kernel_s=_KERNEL_S,

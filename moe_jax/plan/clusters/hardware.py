@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from moe_jax.config.attention_kernels import HOPPER, Capability
 from moe_jax.config.sections import HashedOnce
 from moe_jax.plan.curves import Curve
 from moe_jax.plan.launch_overhead import NO_OVERHEAD, LaunchOverhead
@@ -70,6 +71,7 @@ class Device(HashedOnce):
     memory_efficiency: float = 1.0  # share of the published rate that copies reach
     kernel_s: float = 0.0  # to start and finish one kernel or fusion, without its work
     attention_efficiency: float = 1.0  # share of the peak that flash attention reaches
+    capability: Capability | None = HOPPER  # of a GPU, which decides its attention kernel; None: not NVIDIA's
     units: MatrixUnits = _ANY_SIZE
     rate_shares: RateShares = _ALL_ALIKE
     curves: tuple[Curve, ...] = ()  # measured products and attention, used instead of units
