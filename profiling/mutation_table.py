@@ -1113,7 +1113,7 @@ MUTATIONS = (
     ),
     Mutation(
         "optimizer_needs_no_memory",
-        "plan/memory.py",
+        "plan/memory_parts.py",
         '"optimizer": moment_bytes(owned, config, mesh)',
         '"optimizer": 0 * moment_bytes(owned, config, mesh)',
         "plans do not fit into the memory of devices",

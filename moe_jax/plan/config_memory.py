@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, fields, replace
 
 from moe_jax.config import Config, Sections
 from moe_jax.plan.clusters import Cluster
-from moe_jax.plan.memory import StepMemory, moments_of, step_memory
+from moe_jax.plan.memory import step_memory
+from moe_jax.plan.memory_parts import StepMemory, moments_of
 from moe_jax.plan.stage_parameters import stage_parameters_of
 
 LEFT_FREE = 0.06  # share of a device's memory for the runtime and errors of the estimate

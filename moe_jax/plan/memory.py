@@ -18,24 +18,18 @@ XLA's `memory_analysis()` reports the total as argument + temporary + result −
 uses beyond that is not derived: `plan/compilers.py` has what was observed.
 """
 
-import dataclasses
-import functools
 import math
-import operator
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
-from moe_jax.config import Config, ModelConfig, Sections
+from moe_jax.config import Config, Sections
 from moe_jax.config.attention_kernels import HOPPER, Capability
-from moe_jax.config.layer_layout import Stages, segments
-from moe_jax.config.registry import PIPELINE_FACTS
+from moe_jax.config.layer_layout import segments
 from moe_jax.errors import ConfigError
 from moe_jax.plan.activation_memory import (
     DeviceSizes,
     Mode,
-    deferred_bytes,
     is_fused,
     mode_of,
     mtp_bytes,
@@ -43,22 +37,20 @@ from moe_jax.plan.activation_memory import (
     stored_bytes,
 )
 from moe_jax.plan.compilers import COMPILERS
-from moe_jax.plan.gradients import ITEM_BYTES, moment_bytes, own_parameters, params_by_group
+from moe_jax.plan.gradients import ITEM_BYTES, own_parameters
 from moe_jax.plan.hot_experts import copies_bytes, stored_copies_bytes
-from moe_jax.plan.offload import moments_at_once, offloaded_bytes, stored_activations
+from moe_jax.plan.memory_parts import TEMPORARIES, Moment, StepMemory, moments_of
+from moe_jax.plan.offload import moments_at_once, stored_activations
 from moe_jax.plan.orthogonalizing import orthogonalizing_bytes
 from moe_jax.plan.param_gathers import gathered_parameter_bytes, shard_cast_bytes
+from moe_jax.plan.pipelined_memory import pipelined_memory
 from moe_jax.plan.recurrent import recurrent_share
 from moe_jax.plan.resources import (
-    Owned,
     count_parameters,
-    owned_by_block,
     owned_parameters,
     parameters_per_device,
-    with_mtp_input,
 )
 from moe_jax.plan.stage_parameters import stage_parameters_of
-from moe_jax.plan.units import size
 from moe_jax.plan.work import ITEM_BYTES as CAST_BYTES
 from moe_jax.plan.workspace_memory import (
     early_target_bytes,
@@ -68,58 +60,9 @@ from moe_jax.plan.workspace_memory import (
     period_of,
     working_bytes,
 )
-from moe_jax.schedule.pipelines.outline import outline_of
 from moe_jax.schedule.scanned import ScannedBlocks
 
-Moment = Literal["head", "highest", "backward", "update"]
 _GATHERED = 1.5  # times an array: a shard, and all shards in another layout before they are put in place
-TEMPORARIES = ("activations", "gathered", "gradients", "head", "working")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepMemory:
-    """Bytes of one device at the moment of a step with the highest use."""
-
-    moment: Moment
-    parameters: int
-    optimizer: int  # moments
-    batch: int
-    activations: int  # stored for the backward pass
-    gathered: int  # gathered parameters, and casts of this device's shards (`optimizer.zero=3`)
-    gradients: int
-    head: int  # logits and their gradient
-    working: int  # workspace of a block's backward pass, its exchanges included, or of an update
-    lost: int  # gaps between buffers, and memory that the compiler reserves
-    # in the memory of the host, no part of the device's: moments, and activations (`optimizer.offload_moments`,
-    # `schedule.offload_activations`)
-    on_host: int = 0
-    activations_on_host: int = 0
-
-    @property
-    def parts(self) -> dict[str, int]:
-        """Bytes by name."""
-        return dict(zip(_PARTS, _bytes_of(self), strict=True))
-
-    @functools.cached_property
-    def total(self) -> int:
-        """The bytes that XLA allocates: arguments, temporaries, and results that do not overwrite an argument."""
-        return sum(_bytes_of(self))
-
-    @property
-    def host_text(self) -> str:
-        """What is in the memory of the host; empty if nothing is."""
-        found = {"moments": self.on_host, "activations": self.activations_on_host}
-        texts = [f"{size(num_bytes)} of {name}" for name, num_bytes in found.items() if num_bytes]
-        return f"{' and '.join(texts)} in host memory" if texts else ""
-
-    @property
-    def state(self) -> int:
-        """Bytes in use between steps."""
-        return self.parameters + self.optimizer
-
-
-_PARTS = tuple(field.name for field in fields(StepMemory) if field.name != "moment" and "on_host" not in field.name)
-_bytes_of = operator.attrgetter(*_PARTS)
 
 
 class GradientMemory(NamedTuple):
@@ -276,12 +219,6 @@ def least_bytes(config: Sections, platform: str) -> float:
     return parameters + moments - 1 + gradients - 1 + (COMPILERS[platform].pipelined_bytes if has_ticks else 0)
 
 
-def moments_of(owned: tuple[Owned, ...], config: Sections, mesh: Mapping[str, int], platform: str) -> dict[str, int]:
-    """Bytes of the moments of one device, and of the average of parameters, by the names in `StepMemory`."""
-    on_host = offloaded_bytes(owned, config, mesh, platform)
-    return {"optimizer": moment_bytes(owned, config, mesh) - on_host, "on_host": on_host}
-
-
 def _stored_by_blocks(config: Config, sizes: DeviceSizes, mode: Mode, in_products: float) -> float:
     """Bytes that all blocks store for their backward pass."""
     model, blocks, facts = config.model, Counter(config.model.block_kinds), config.step_facts
@@ -309,90 +246,3 @@ def _above_loop(config: Config, sizes: DeviceSizes, mode: Mode) -> _AboveLoop:
         return _AboveLoop(0, 0.0)
     kinds = model.block_kinds[loop.last - loop.size :]
     return _AboveLoop(len(kinds), sum(stored_bytes(sizes, model, kind, mode, facts.remat_unit) for kind in kinds))
-
-
-def pipelined_memory(
-    config: Config, platform: str, mesh: Mapping[str, int], capability: Capability | None = HOPPER
-) -> StepMemory:
-    """The memory of a step that runs a table of ticks. All stages run one program, on equal buffers.
-
-    The step has buffers for the activations of forward passes, as many slots as the table needs, each large enough for
-    any model chunk; sums of all gradients; and the workspace of one pass: its activations before they are in their
-    slot, the workspace of a block, and a block's gradients before they are added. With `schedule.remat=chunk` slots
-    have a chunk's input and output, and all activations are in the workspace of a backward pass. The block of
-    multi-token prediction runs in the head's pass, and its activations need no slot. Compared with XLA's allocations
-    on H100 and v5p in docs/plan.md.
-
-    Raises ConfigError if stages have too few blocks.
-    """
-    model, settings, parts = config.model, config.schedule, config.train.grad_accumulation
-    sizes = sizes_of(config, platform, mesh, capability)
-    mode, compiler = mode_of(config, platform), COMPILERS[platform]
-    params, stages = stage_parameters_of(config), Stages.of(config)
-    count = params.on_device(config, mesh)
-    outline = outline_of(settings.pipeline, stages.stages, parts, stages.chunks)
-    stream = sizes.item * sizes.local_tokens * model.hidden_size
-    no_mlp = _without_mlp(model)
-    slot = stream + _largest(
-        stages,
-        stored_bytes(sizes, no_mlp, "dense", mode, "task"),
-        lambda kind: (
-            stored_bytes(sizes, model, kind, mode, "task")
-            + (stored_copies_bytes(config, sizes.item) if kind == "moe" else 0)
-        ),
-    )
-    repeats = settings.remat == "chunk"
-    residuals, slot = slot, 2 * stream if repeats else slot  # a chunk's input and output
-    activations = outline.saved * slot + (outline.activations + outline.gradients + 4) * stream
-    if outline.has_pairs and platform == "cpu":
-        activations += slot  # copied out of its slot for a pass that also fills one
-    split = PIPELINE_FACTS[settings.pipeline].split_weight_grad
-    if split:
-        deferred = _largest(
-            stages, deferred_bytes(sizes, no_mlp, "dense", mode), lambda kind: deferred_bytes(sizes, model, kind, mode)
-        )
-        activations += outline.weight * deferred
-    blocks = max(map(len, stages.groups))
-    new = 4 * sum(params_by_group(params.blocks, config, mesh).values()) / (stages.chunks * blocks)
-    new *= 1 if stages.chunks == 1 else 2  # and a copy of that chunk's sums
-    at_work = compiler.extra_slots_of_pairs if outline.has_pairs else compiler.extra_slots
-    working = new + at_work * slot + (residuals if repeats else 0.0) + copies_bytes(config, sizes.item)
-    # sums of gradients and buffers are allocated all the time, and so without gaps
-    of_iteration = iteration_bytes(config, sizes, compiler, mesh)
-    working += of_iteration + working_bytes(config, sizes, compiler, mode, mesh, blocks)
-    ends = sum(params_by_group(params.ends, config, mesh).values())
-    held = {"gradients": 4.0 * count}
-    if config.optimizer.zero == 3:
-        held["gathered"] = 4 * ends + sizes.item * (count - ends)
-    of_head = head_bytes(config, sizes, compiler, mode) + 4 * model.vocab_size * model.hidden_size
-    of_mtp = mtp_bytes(config, sizes) + sum(stored_bytes(sizes, model, each.kind, mode, "task") for each in stages.mtp)
-    moments: list[tuple[Moment, dict[str, float]]] = [
-        ("head", held | {"activations": activations + of_mtp, "head": of_head}),
-        ("backward", held | {"activations": activations, "working": working}),
-    ]
-    for each in stages.mtp:
-        block = with_mtp_input(owned_by_block(model, each.kind, each.view), model)
-        gradients = 4 * sum(params_by_group(block, config, mesh).values())
-        in_block = gradients + of_iteration + working_bytes(config, sizes, compiler, mode, mesh, 1)
-        moments.append(("head", held | {"activations": activations + of_mtp, "working": in_block}))
-    moment, largest = max(moments, key=lambda each: sum(each[1].values()))
-    found = {name: int(largest.get(name, 0)) for name in TEMPORARIES}
-    return StepMemory(
-        moment=moment,
-        parameters=4 * (int(own_parameters(params, config, mesh)) if config.optimizer.zero == 3 else count),
-        **moments_of(params, config, mesh, platform),
-        batch=int(4 * sizes.sequences * parts * (config.data.seq_len + 1)),
-        **found,
-        lost=compiler.pipelined_bytes,
-    )
-
-
-@functools.lru_cache(maxsize=64)
-def _without_mlp(model: ModelConfig) -> ModelConfig:
-    return dataclasses.replace(model, intermediate_size=0)
-
-
-def _largest(stages: Stages, common: float, of_kind: Callable[[str], float]) -> float:
-    """Bytes for the largest chunk, with `common` bytes for each block, or more for blocks of each kind."""
-    extra = sum(count * (of_kind(kind) - common) for kind, count in stages.most_of_kind.items() if count)
-    return max(map(len, stages.groups)) * common + extra

@@ -33,7 +33,8 @@ from moe_jax.plan.config_memory import ConfigMemory, memory_key
 from moe_jax.plan.estimate import Estimate, estimate
 from moe_jax.plan.forward import best_ranges
 from moe_jax.plan.least_time import least_step_s, least_work_s
-from moe_jax.plan.memory import StepMemory, least_bytes
+from moe_jax.plan.memory import least_bytes
+from moe_jax.plan.memory_parts import StepMemory
 from moe_jax.plan.tensor_forms import tensor_forms
 
 _PARTS = 4  # how many numbers of parts of the batch are tried with pipeline stages

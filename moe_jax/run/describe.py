@@ -21,7 +21,8 @@ from moe_jax.models.transformer import ComputeConfig, capability_of
 from moe_jax.parallel.mesh import Axis
 from moe_jax.plan.activation_memory import fuses_if_unrolled, longest_loop
 from moe_jax.plan.clusters import Cluster
-from moe_jax.plan.memory import StepMemory, step_memory
+from moe_jax.plan.memory import step_memory
+from moe_jax.plan.memory_parts import StepMemory
 from moe_jax.plan.rank_speeds import first_counts
 from moe_jax.plan.resources import count_parameters, train_flops_per_token
 from moe_jax.plan.units import size

@@ -7,7 +7,8 @@ import jax
 
 from moe_jax.errors import ConfigError
 from moe_jax.models.transformer import ComputeConfig
-from moe_jax.plan.memory import StepMemory, step_memory
+from moe_jax.plan.memory import step_memory
+from moe_jax.plan.memory_parts import StepMemory
 from moe_jax.plan.units import size
 from moe_jax.run.setup import Run
 
