@@ -29,12 +29,14 @@ class ConfigMemory:
 
     def _memory_of(self, config: Config) -> StepMemory:
         mesh, platform, has_ticks = config.mesh.sizes, self.cluster.device.platform, config.step_facts.has_ticks
-        key = *memory_key(config), config.optimizer.zero == 3 if has_ticks else config.optimizer
+        optimizer = config.optimizer
+        has_own_update = optimizer.facts.orthogonalizes or optimizer.offload_moments  # whose workspace ZeRO shards, too
+        key = *memory_key(config), optimizer if has_own_update or not has_ticks else optimizer.zero == 3
         if key not in self._by_key:
             self._by_key[key] = step_memory(config, platform, mesh, self.cluster.device.capability)
         if not has_ticks:
             return self._by_key[key]
-        # the only memory of a step with ticks that ZeRO 1 shards
+        # the only other memory of a step with ticks that ZeRO 1 shards
         moments = moments_of(stage_parameters_of(config), config, mesh, platform)
         return replace(self._by_key[key], optimizer=moments["optimizer"], on_host=moments["on_host"])
 

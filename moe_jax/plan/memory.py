@@ -39,9 +39,8 @@ from moe_jax.plan.activation_memory import (
 from moe_jax.plan.compilers import COMPILERS
 from moe_jax.plan.gradients import ITEM_BYTES, own_parameters
 from moe_jax.plan.hot_experts import copies_bytes, stored_copies_bytes
-from moe_jax.plan.memory_parts import TEMPORARIES, Moment, StepMemory, moments_of
-from moe_jax.plan.offload import moments_at_once, stored_activations
-from moe_jax.plan.orthogonalizing import orthogonalizing_bytes
+from moe_jax.plan.memory_parts import TEMPORARIES, Moment, StepMemory, moments_of, update_bytes
+from moe_jax.plan.offload import stored_activations
 from moe_jax.plan.param_gathers import gathered_parameter_bytes, shard_cast_bytes
 from moe_jax.plan.pipelined_memory import pipelined_memory
 from moe_jax.plan.recurrent import recurrent_share
@@ -163,7 +162,7 @@ def step_memory(
         },
         "update": {
             "gradients": gradients.update,
-            "working": orthogonalizing_bytes(config, platform, mesh) + moments_at_once(config, platform, mesh),
+            "working": update_bytes(config, platform, mesh),
         },
     }
     if above.blocks:

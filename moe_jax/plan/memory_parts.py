@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from moe_jax.config import Sections
+from moe_jax.config import Config, Sections
 from moe_jax.plan.gradients import moment_bytes
-from moe_jax.plan.offload import offloaded_bytes
+from moe_jax.plan.offload import moments_at_once, offloaded_bytes
+from moe_jax.plan.orthogonalizing import orthogonalizing_bytes
 from moe_jax.plan.resources import Owned
 from moe_jax.plan.units import size
 
@@ -66,3 +67,8 @@ def moments_of(owned: tuple[Owned, ...], config: Sections, mesh: Mapping[str, in
     """Bytes of the moments of one device, and of the average of parameters, by the names in `StepMemory`."""
     on_host = offloaded_bytes(owned, config, mesh, platform)
     return {"optimizer": moment_bytes(owned, config, mesh) - on_host, "on_host": on_host}
+
+
+def update_bytes(config: Config, platform: str, mesh: Mapping[str, int]) -> float:
+    """Bytes of the workspace of an update: of Muon's iterations, and of moments that are otherwise in host memory."""
+    return orthogonalizing_bytes(config, platform, mesh) + moments_at_once(config, platform, mesh)

@@ -12,7 +12,7 @@ from moe_jax.plan.activation_memory import deferred_bytes, mode_of, mtp_bytes, s
 from moe_jax.plan.compilers import COMPILERS
 from moe_jax.plan.gradients import own_parameters, params_by_group
 from moe_jax.plan.hot_experts import copies_bytes, stored_copies_bytes
-from moe_jax.plan.memory_parts import TEMPORARIES, Moment, StepMemory, moments_of
+from moe_jax.plan.memory_parts import TEMPORARIES, Moment, StepMemory, moments_of, update_bytes
 from moe_jax.plan.resources import owned_by_block, with_mtp_input
 from moe_jax.plan.stage_parameters import stage_parameters_of
 from moe_jax.plan.workspace_memory import head_bytes, iteration_bytes, working_bytes
@@ -28,8 +28,8 @@ def pipelined_memory(
     any model chunk; sums of all gradients; and the workspace of one pass: its activations before they are in their
     slot, the workspace of a block, and a block's gradients before they are added. With `schedule.remat=chunk` slots
     have a chunk's input and output, and all activations are in the workspace of a backward pass. The block of
-    multi-token prediction runs in the head's pass, and its activations need no slot. Compared with XLA's allocations
-    on H100 and v5p in docs/plan.md.
+    multi-token prediction runs in the head's pass, and its activations need no slot. In the update only the sums of
+    gradients are left of all this. Compared with XLA's allocations on H100 and v5p in docs/plan.md.
 
     Raises ConfigError if stages have too few blocks.
     """
@@ -77,6 +77,7 @@ def pipelined_memory(
     moments: list[tuple[Moment, dict[str, float]]] = [
         ("head", held | {"activations": activations + of_mtp, "head": of_head}),
         ("backward", held | {"activations": activations, "working": working}),
+        ("update", held | {"working": update_bytes(config, platform, mesh)}),
     ]
     for each in stages.mtp:
         block = with_mtp_input(owned_by_block(model, each.kind, each.view), model)

@@ -19,6 +19,7 @@ from moe_jax.plan.collective_costs import DeviceGroup, group_over
 from moe_jax.plan.estimate import estimate
 from moe_jax.plan.measured import MeasuredTimes
 from moe_jax.plan.memory import step_memory
+from moe_jax.plan.orthogonalizing import orthogonalizing_bytes
 from moe_jax.plan.pass_orders import orders_of
 from moe_jax.plan.pass_times import PassTimes
 from moe_jax.plan.pipelined import PipelinedStep
@@ -325,3 +326,17 @@ def test_concurrent_parts_are_planned_without_stages() -> None:
     given = plan(dataclasses.replace(draft, schedule=both, open=draft.open - {"schedule.pipeline"}), H100S).best
     assert given.config.schedule.pipeline == "coscheduled"
     assert plan(draft, H100S).best.estimate.step_s <= given.estimate.step_s
+
+
+def test_the_update_of_a_pipelined_step_has_the_workspace_of_its_optimizer() -> None:
+    """With few tokens it is the moment that needs most, unless ZeRO shards it; a search that shares memory knows it."""
+    sizes = ["model.hidden_size=1024", "model.moe.intermediate_size=4096", "model.moe.num_experts=8"]
+    sizes += ["model.num_layers=16", "optimizer.name=muon", "data.seq_len=32", "train.batch_size=8"]
+    stages = ["mesh.data=4", "mesh.pipeline=2", "train.grad_accumulation=2"]
+    search = PlanSearch(open_draft(load_draft(None, [*sizes, *stages])), H100S, 1.0)
+    whole, sharded = (load_config(None, [*sizes, *stages, f"optimizer.zero={zero}"]) for zero in (0, 1))
+    memory = step_memory(whole, "gpu")
+    assert memory.moment == "update"
+    assert memory.working == int(orthogonalizing_bytes(whole, "gpu", whole.mesh.sizes))
+    assert search.memory.of(whole) == memory
+    assert search.memory.of(sharded) == step_memory(sharded, "gpu") != memory
