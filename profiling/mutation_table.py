@@ -1211,7 +1211,7 @@ MUTATIONS = (
     Mutation(
         "loops_turn_once",
         "measure/traffic.py",
-        'iterations = (program.trip_count(line) or 1) if line.opcode == "while" else 1',
+        'iterations = program.trip_count(line) if line.opcode == "while" else 1',
         "iterations = 1",
         "bytes that are sent in loops count once",
         ["tests/measure/test_traffic.py"],

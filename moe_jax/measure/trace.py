@@ -100,7 +100,7 @@ def of_one_device(
 
     def rename(operation: TracedOperation) -> TracedOperation:
         iterations, action = iterations_of.get(operation.name), action_of(operation.task)
-        if not iterations or action is None:
+        if not iterations or 0 in iterations or action is None:
             return operation
         iteration = operation.run * math.prod(iterations) // runs[operation.name] % iterations[-1]
         return operation._replace(task=str(name_of(action, iteration, iterations[-1]) or action))
@@ -193,11 +193,13 @@ def _loop_iterations(
     program: HloModule, lines: Iterable[Instruction], around: tuple[int, ...]
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield, for each instruction in `lines` and recursively inside, the trip counts of the enclosing loops over
-    several tasks, outermost first.
+    several tasks, outermost first. Loops with an unknown number of iterations are left out: their tasks keep the names
+    that they have in the program.
     """
     for line in lines:
         yield line.name, around
-        within = (*around, program.trip_count(line) or 1) if _is_loop_over_tasks(line, program) else around
+        iterations = program.trip_count(line) if _is_loop_over_tasks(line, program) else None
+        within = around if iterations is None else (*around, iterations)
         for name in line.called:
             yield from _loop_iterations(program, program.computations[name], within)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from moe_jax.measure.costs import collective_of, groups_of, sent_bytes
-from moe_jax.measure.hlo import HloModule, Instruction
+from moe_jax.measure.hlo import HloError, HloModule, Instruction
 from moe_jax.plan.exchange import SentBytes, Steps, Traffic
 
 
@@ -72,6 +72,8 @@ def traffic_of(found: Iterable[ExchangeOp], num_ranks: int, per_node: int) -> li
 def bytes_sent(program: HloModule, kind: str, num_devices: int) -> float:
     """Return the bytes that leave a device in all collectives of a kind (all-to-all, all-gather, …), counting every
     loop iteration.
+
+    Raises HloError if a loop with such collectives has an unknown number of iterations.
     """
 
     def of(name: str) -> float:
@@ -82,8 +84,14 @@ def bytes_sent(program: HloModule, kind: str, num_devices: int) -> float:
             return sent_bytes(line, program, num_devices)
         if line.opcode.endswith(("-done", "-update")):
             return 0.0
-        iterations = (program.trip_count(line) or 1) if line.opcode == "while" else 1
-        return iterations * sum(map(of, line.called))
+        inside = sum(map(of, line.called))
+        iterations = program.trip_count(line) if line.opcode == "while" else 1
+        if iterations is None and inside:
+            raise HloError(
+                f"{line.name} is a loop with an unknown number of iterations, and bytes of its {kind} count as often: "
+                "use a program whose loops have a fixed number"
+            )
+        return (iterations or 0) * inside
 
     return of(program.entry)
 

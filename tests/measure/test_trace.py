@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from moe_jax.measure import trace
+from moe_jax.measure.hlo import parse
 from moe_jax.measure.trace import TracedOperation, joined, read_trace, seconds_by_op
 from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.mesh import BATCH_AXES, Axis
@@ -127,3 +129,31 @@ def test_compute_is_summed_by_op_and_direction_and_collectives_are_not():
 
 def test_spans_that_touch_are_joined():
     assert joined([(3, 4), (0, 1), (1, 2), (0.5, 0.7)]) == [(0, 2), (3, 4)]
+
+
+@pytest.mark.parametrize(("limit", "found"), [("constant(3)", (3,)), ("parameter(1)", ())])
+def test_tasks_of_a_loop_are_numbered_if_its_iterations_are_known(limit, found):
+    """Otherwise they keep their names: an unknown number is not one iteration, whose tasks would seem to be all."""
+    program = parse(
+        f"""HloModule toy, is_scheduled=true
+
+%body (p: u8[4]) -> u8[4] {{
+  %p = u8[4] parameter(0)
+  %a = u8[4] negate(%p), metadata={{op_name="jit(step)/F.attend.0.0/neg"}}
+  ROOT %b = u8[4] negate(%a), metadata={{op_name="jit(step)/F.expert.0.0/neg"}}
+}}
+
+%cond (q: u8[4]) -> pred[] {{
+  %q = u8[4] parameter(0)
+  %n = s32[] {limit}
+  ROOT %less = pred[] compare(%q, %n), direction=LT
+}}
+
+ENTRY %main (x: u8[4]) -> u8[4] {{
+  %y = u8[4] parameter(0)
+  ROOT %w = u8[4] while(%y), condition=%cond, body=%body
+}}
+"""
+    )
+    iterations = dict(trace._loop_iterations(program, program.computations[program.entry], ()))
+    assert iterations["a"] == iterations["b"] == found

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from moe_jax.measure.hlo import parse
+from moe_jax.measure.hlo import HloError, parse
 from moe_jax.measure.traffic import by_phase, bytes_sent, exchanges, side_by_side, traffic_of
 from moe_jax.parallel.all_to_all import EXCHANGES
 from moe_jax.parallel.mesh import Axis
@@ -105,3 +105,38 @@ def test_what_is_synchronous_runs_alone():
     assert not side_by_side([found], [found])
     assert [sent.inside.messages for sent in traffic_of([found], 2, 2)] == [1, 0]
     assert [sent.between.num_bytes for sent in traffic_of([found], 2, 1)] == [4, 0]
+
+
+@pytest.mark.parametrize(("limit", "times"), [("constant(3)", 3), ("constant(0)", 0), ("parameter(1)", None)])
+def test_a_loop_counts_as_often_as_it_is_known_to_turn(limit, times):
+    """A loop with an unknown number of iterations is no loop of one iteration."""
+    made = parse(
+        f"""HloModule toy, is_scheduled=true
+
+%body (p: (u8[4], s32[])) -> (u8[4], s32[]) {{
+  %p = (u8[4], s32[]) parameter(0)
+  %x = u8[4] get-tuple-element(%p), index=0
+  %i = s32[] get-tuple-element(%p), index=1
+  %a = u8[4] collective-permute(%x), source_target_pairs={{{{0,1}},{{1,0}}}}
+  ROOT %t = (u8[4], s32[]) tuple(%a, %i)
+}}
+
+%cond (q: (u8[4], s32[])) -> pred[] {{
+  %q = (u8[4], s32[]) parameter(0)
+  %j = s32[] get-tuple-element(%q), index=1
+  %n = s32[] {limit}
+  ROOT %less = pred[] compare(%j, %n), direction=LT
+}}
+
+ENTRY %main (x: (u8[4], s32[])) -> (u8[4], s32[]) {{
+  %y = (u8[4], s32[]) parameter(0)
+  ROOT %w = (u8[4], s32[]) while(%y), condition=%cond, body=%body
+}}
+"""
+    )
+    assert bytes_sent(made, "all-to-all", 2) == 0
+    if times is not None:
+        assert bytes_sent(made, "collective-permute", 2) == 4 * times
+        return
+    with pytest.raises(HloError, match="w is a loop with an unknown number of iterations"):
+        bytes_sent(made, "collective-permute", 2)
