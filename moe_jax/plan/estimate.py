@@ -235,7 +235,11 @@ def update_seconds(config: Config, cluster: Cluster, collectives: CollectiveCost
             devices = hybrid[group].shards if hybrid else group
             gathered_s += collectives.ring(count * (1 - 1 / parts[group]) * _PARAMETER_BYTES, devices)
     moved = _UPDATE_BYTES * updated + 2 * moment_bytes(stage_parameters_of(config), config, mesh)
-    products_s = orthogonalizing_flops(config, mesh) / (device.matrix_flops_per_s * device.matrix_efficiency)
+    # products in float32 do not round their operands
+    kind = "exact" if config.optimizer.products_dtype(device.platform) == "float32" else "bfloat16"
+    share = device.rate_shares.of(kind)
+    rate = device.matrix_flops_per_s * device.matrix_efficiency * share
+    products_s = orthogonalizing_flops(config, mesh) / rate
     return (
         moved / device.copied_bytes_per_s + products_s + gathered_s + _matrix_exchanges_s(config, cluster, collectives)
     )

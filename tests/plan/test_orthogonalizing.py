@@ -107,3 +107,18 @@ def test_ranks_that_share_matrices_exchange_their_shards_twice(monkeypatch: pyte
     assert update_s == pytest.approx(update_seconds(config_of(1, data=4), cluster, collectives) + exchanged_s)
     with_tensor = sent_matrix_bytes(config_of(0, tensor=4), "tpu", config_of(0, tensor=4).mesh.sizes)
     assert with_tensor == sent
+
+
+def test_products_in_float32_take_as_long_as_exact_ones() -> None:
+    cluster, model = find_cluster("h100x1"), ModelConfig(hidden_size=64, num_layers=8, num_attention_heads=4)
+
+    def seconds(dtype: str) -> float:
+        config = Config(model=model, optimizer=dataclasses.replace(MUON, newton_schulz_dtype=dtype))
+        return update_seconds(config, cluster, CollectiveCosts(cluster))
+
+    device = cluster.device
+    config = Config(model=model, optimizer=MUON)
+    rate = device.matrix_flops_per_s * device.matrix_efficiency
+    products_s = orthogonalizing_flops(config, config.mesh.sizes) / rate
+    assert seconds("float32") - seconds("bfloat16") == pytest.approx((1 / device.rate_shares.exact - 1) * products_s)
+    assert device.rate_shares.exact < 0.1
