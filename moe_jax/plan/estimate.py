@@ -18,10 +18,18 @@ from moe_jax.config.validate import check_batch_split
 from moe_jax.errors import ConfigError
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.collective_costs import CollectiveCosts, DeviceGroup
-from moe_jax.plan.gradients import groups_by_owner, moment_bytes, parts_by_owner, parts_of, shard_groups
+from moe_jax.plan.gradients import (
+    groups_by_owner,
+    moment_bytes,
+    params_by_group,
+    parts_by_owner,
+    parts_of,
+    shard_groups,
+)
 from moe_jax.plan.measured import MeasuredTimes, read_times
 from moe_jax.plan.orthogonalizing import orthogonalizing_flops, sent_matrix_bytes
-from moe_jax.plan.pipelined import PipelinedStep, parameters_by_group
+from moe_jax.plan.param_gathers import whole_gathers
+from moe_jax.plan.pipelined import PipelinedStep
 from moe_jax.plan.rank_speeds import slowest_devices
 from moe_jax.plan.resources import train_flops_per_token
 from moe_jax.plan.simulate import Timeline
@@ -32,7 +40,6 @@ from moe_jax.schedule.shape import StepShape
 _PERIODS = 4  # simulated periods; up to twice as many if they differ
 _TOLERANCE = 0.02
 _UPDATE_BYTES = 12  # per parameter: it and its gradient are read, and it is written
-_PARAMETER_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,11 +236,13 @@ def update_seconds(config: Config, cluster: Cluster, collectives: CollectiveCost
     """
     mesh, (device, *_) = config.mesh.sizes, slowest_devices(config, cluster)
     parts, hybrid, updated, gathered_s = parts_of(config, mesh), shard_groups(config, mesh), 0.0, 0.0
-    for group, count in parameters_by_group(config):
-        updated += count / parts[group]
-        if config.param_gather == "none":  # else the step's tasks gather
+    for owned in stage_parameters_of(config):
+        updated += sum(count / parts[group] for group, count in params_by_group(owned, config, mesh).items())
+        if config.param_gather != "none":  # the step's tasks gather
+            continue
+        for group, num_bytes in whole_gathers(owned, config, mesh).items():
             devices = hybrid[group].shards if hybrid else group
-            gathered_s += collectives.ring(count * (1 - 1 / parts[group]) * _PARAMETER_BYTES, devices)
+            gathered_s += collectives.ring((1 - 1 / parts[group]) * num_bytes, devices)
     moved = _UPDATE_BYTES * updated + 2 * moment_bytes(stage_parameters_of(config), config, mesh)
     # products in float32 do not round their operands
     kind = "exact" if config.optimizer.products_dtype(device.platform) == "float32" else "bfloat16"

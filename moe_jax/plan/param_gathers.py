@@ -70,6 +70,26 @@ def shard_cast_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     return ITEM_BYTES[dtype] * sum(count * own(owned) for owned, count in owned_parameters(model).blocks)
 
 
+def whole_gathers(owned: Owned, config: Config, mesh: Mapping[str, int]) -> Mapping[DeviceGroup, float]:
+    """Bytes of an owner's parameters on a device if all are gathered at once, by the devices that have the same ones:
+    updated ones in float32, and with pipeline stages and sharded parameters those of the step, as in `param_gathers`.
+    """
+    counts = params_by_group(owned, config, mesh)
+    if config.optimizer.zero < 3:
+        return {group: 4.0 * count for group, count in counts.items()}
+    item, of_expert = _item_bytes(config)
+    experts = params_by_group(Owned(expert=owned.expert, expert_whole=owned.expert_whole), config, mesh)
+    return {group: item * count + (of_expert - item) * experts.get(group, 0) for group, count in counts.items()}
+
+
+def _item_bytes(config: Config) -> tuple[float, float]:
+    """Bytes of a gathered number, and of one of an expert."""
+    item = ITEM_BYTES[config.train.compute_dtype]
+    if config.model.moe.expert_matmuls != "fp8":
+        return item, item
+    return item, 1 if config.step_kind == "scheduled" else 4
+
+
 def param_gathers(config: Config, mesh: Mapping[str, int]) -> tuple[dict[str, tuple[Gathered, ...]], ...]:
     """The gathers of the embedding, each block, and the head, by op.
 
@@ -86,8 +106,7 @@ def param_gathers(config: Config, mesh: Mapping[str, int]) -> tuple[dict[str, tu
             if count
         )
 
-    item = ITEM_BYTES[config.train.compute_dtype]
-    of_expert = item if config.model.moe.expert_matmuls != "fp8" else 1 if config.step_kind == "scheduled" else 4
+    item, of_expert = _item_bytes(config)
 
     def block(owned: Owned) -> dict[str, tuple[Gathered, ...]]:
         experts = Owned(expert=owned.expert, expert_whole=owned.expert_whole)

@@ -9,7 +9,6 @@ are summed after the last tick.
 
 import functools
 import operator
-from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +19,10 @@ from moe_jax.config.registry import PIPELINE_FACTS
 from moe_jax.plan.caching import cached_method
 from moe_jax.plan.clusters import Cluster
 from moe_jax.plan.collective_costs import DeviceGroup
-from moe_jax.plan.gradients import params_by_group
 from moe_jax.plan.measured import MeasuredTimes
 from moe_jax.plan.pass_times import ChunkTimes, PassTime, PassTimes
 from moe_jax.plan.simulate import Timeline
-from moe_jax.plan.stage_parameters import stage_parameters_of, stage_sums
+from moe_jax.plan.stage_parameters import stage_sums
 from moe_jax.plan.step_times import Step
 from moe_jax.plan.work import ITEM_BYTES
 from moe_jax.schedule.link_order import Priority, finish_times_s
@@ -174,9 +172,3 @@ class PipelinedStep:
     def _sums_s(self) -> float:
         """Seconds to sum gradients: a stage's own over its devices, those of embedding and head over all devices."""
         return sum(each.seconds(self.step.collectives) for each in stage_sums(self.step.config, self.step.mesh))
-
-
-def parameters_by_group(config: Config) -> Iterable[tuple[DeviceGroup, float]]:
-    """Parameters of a device, by the devices of its stage that have the same ones and share their moments."""
-    for owned in stage_parameters_of(config):
-        yield from params_by_group(owned, config, config.mesh.sizes).items()

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from moe_jax.config import Config
 from moe_jax.config.layer_layout import Stages
 from moe_jax.plan.clusters import Cluster
-from moe_jax.plan.gradients import params_by_group, parts_of
+from moe_jax.plan.gradients import parts_of
 from moe_jax.plan.hot_experts import leaving_bytes
-from moe_jax.plan.param_gathers import gathered_bytes
+from moe_jax.plan.param_gathers import gathered_bytes, whole_gathers
 from moe_jax.plan.stage_parameters import stage_parameters_of, stage_sums
 from moe_jax.plan.step_times import Step
 from moe_jax.plan.work import ITEM_BYTES, context_hops, context_width, gathered_widths, has_ring
@@ -56,15 +56,14 @@ def traffic(config: Config, cluster: Cluster) -> dict[str, float]:
     found = {axis: parts * num_bytes for axis, num_bytes in found.items()}
     summed = parts if config.optimizer.zero >= 2 else 1  # else gradients of the parts are added first
     found["gradients"] = summed * sum(each.sent_bytes for each in stage_sums(config, step.mesh))
-    owned_counts = [
-        each for owned in stage_parameters_of(config) for each in params_by_group(owned, config, step.mesh).items()
-    ]
     if config.param_gather != "none":
         found["parameters"] = parts * _gathered_for_passes(config, step.mesh)
     else:
         shards = parts_of(config, step.mesh)
         found["parameters"] = sum(
-            (1 - 1 / shards[group]) * count * ITEM_BYTES["float32"] for group, count in owned_counts
+            (1 - 1 / shards[group]) * num_bytes
+            for owned in stage_parameters_of(config)
+            for group, num_bytes in whole_gathers(owned, config, step.mesh).items()
         )
     return {axis: num_bytes for axis, num_bytes in found.items() if num_bytes > 0}
 

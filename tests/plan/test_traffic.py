@@ -14,6 +14,8 @@ from moe_jax.config import Config
 from moe_jax.config.yaml_io import load_config
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.plan.clusters import find_cluster
+from moe_jax.plan.collective_costs import CollectiveCosts
+from moe_jax.plan.estimate import update_seconds
 from moe_jax.plan.traffic import traffic
 from moe_jax.step.trainer import make_trainer
 
@@ -95,3 +97,15 @@ def test_traffic_is_that_of_a_traced_step(settings: str) -> None:
     found, expected = traffic(config, find_cluster("cpux8")), traced(config)
     for axis in ("expert", "tensor", "context", "gradients"):
         assert found.get(axis, 0.0) == pytest.approx(expected[axis], rel=1e-3, abs=500), axis
+
+
+@pytest.mark.parametrize(("dtype", "share"), [("bfloat16", 0.5), ("float32", 1.0)])
+def test_a_pipelined_step_gathers_sharded_parameters_in_the_compute_type(dtype: str, share: float) -> None:
+    """All at once before the step; with whole parameters, updated shards are gathered in float32."""
+    stages = ["mesh.data=4", "mesh.pipeline=2", "train.grad_accumulation=2", f"train.compute_dtype={dtype}"]
+    cluster = find_cluster("h100x8")
+    whole, sharded = (load_config(None, [*SMALL, *stages, f"optimizer.zero={zero}"]) for zero in (1, 3))
+    sent = [traffic(config, cluster)["parameters"] for config in (whole, sharded)]
+    assert sent[1] == pytest.approx(share * sent[0])
+    update_s = [update_seconds(config, cluster, CollectiveCosts(cluster)) for config in (whole, sharded)]
+    assert (update_s[1] < update_s[0]) == (share < 1)
