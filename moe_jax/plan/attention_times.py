@@ -8,12 +8,15 @@ from moe_jax.plan.clusters import Device
 from moe_jax.plan.products import Direction, measured_attention
 from moe_jax.plan.recurrent import mean_over_blocks, recurrent_layer, recurrent_share
 from moe_jax.plan.resources import mixed_matrices
-from moe_jax.plan.work import attention_flops, computed_keys
+from moe_jax.plan.work import attention_flops, attention_tile, computed_keys
 
 # Bytes that pass through memory per pair of tokens and head, forward and backward: logits in float32, weights. An
 # estimate of how much XLA fuses.
 _PAIR_BYTES = (12, 24)
-_FLASH_BACKWARD = 2.5  # times the forward pass's operations: five products instead of two
+# The time of a backward pass over that of a forward pass: cuDNN and tiles compute logits again, five products instead
+# of two. The splash kernel has seven, but they reach more of the peak than the forward pass: by their instructions the
+# backward kernels take 2.4 times as long (profiling/splash_cycles.py), and waiting for memory is not counted there.
+_BACKWARD, _BACKWARD_WITH_LOGITS = 2.0, 2.5
 
 
 def squares_seconds(config: Config, device: Device, tokens: float, direction: Direction) -> float:
@@ -43,17 +46,22 @@ def _recurrent_s(model: ModelConfig, device: Device, tokens: float, direction: D
 def _attention_s(config: Config, device: Device, tokens: float, direction: Direction) -> float:
     """Seconds of attention's products of activations and of their memory traffic, in one block."""
     model, backward = config.model, direction == "B"
-    flops = attention_flops(config, tokens, device.platform, device.capability) + 2 * tokens * mixed_matrices(model)
-    if kernel_of(config, device.platform, device.capability) == "cudnn":
-        rate = device.matrix_flops_per_s * device.attention_efficiency
-        return flops * (_FLASH_BACKWARD if backward else 1) / rate
+    kernel = kernel_of(config, device.platform, device.capability)
+    again = kernel == "cudnn" or (
+        kernel != "splash" and attention_tile(config, kernel, config.mesh.context) is not None
+    )
+    factors = ((_BACKWARD_WITH_LOGITS if again else _BACKWARD), _BACKWARD) if backward else (1.0, 1.0)
+    flops = factors[0] * attention_flops(config, tokens, device.platform, device.capability)
+    flops += factors[1] * 2 * tokens * mixed_matrices(model)
+    if kernel == "cudnn":
+        return flops / (device.matrix_flops_per_s * device.attention_efficiency)
     measured = measured_attention(device.curves, config.data.seq_len, model.qk_width)
     if measured is not None:
-        return flops * (2 if backward else 1) / measured
+        return flops / measured
     filled = model.qk_width / (model.qk_width + device.units.start)
     rate = device.matrix_flops_per_s * device.matrix_efficiency * filled
     moved_s = _PAIR_BYTES[backward] * _pairs(config, device, tokens) / device.copied_bytes_per_s
-    return flops * (2 if backward else 1) / rate + moved_s
+    return flops / rate + moved_s
 
 
 def _pairs(config: Config, device: Device, tokens: float) -> float:

@@ -247,3 +247,19 @@ def test_attention_of_a_preset_is_that_of_its_gpus() -> None:
         for capability in (None, HOPPER)
     )
     assert slow > fast
+
+
+@pytest.mark.parametrize(
+    ("settings", "times"),
+    [
+        (["train.attention_kernel=tiled"], 2.5),
+        (["mesh.context=2", "mesh.data=1"], 2.5),
+        (["mesh.context=2", "mesh.data=1", "exchange.context_form=all_gather"], 2.5),
+        (["train.attention_kernel=xla"], 2.0),
+    ],
+)
+def test_the_backward_pass_of_tiles_computes_logits_again(settings: list[str], times: float) -> None:
+    config = load_config(None, ["data.seq_len=4096", "train.batch_size=8", "mesh.data=1", *settings])
+    device = dataclasses.replace(H100, memory_bytes_per_s=1e30)  # of products alone
+    forward, backward = (squares_seconds(config, device, 4096, direction) for direction in ("F", "B"))
+    assert backward == pytest.approx(times * forward)
