@@ -238,6 +238,30 @@ REFUSED = {
         "model.partial_rotary_factor=0.5 is not for latent attention (model.latent.kv_lora_rank=8): "
         "set model.partial_rotary_factor=1.0, or model.latent.kv_lora_rank=null"
     ),
+    **{
+        f"model.latent.{name}={value}": (
+            f"model.latent.{name}={value} is for latent attention: set model.latent.kv_lora_rank, or "
+            f"model.latent.{name}={unset}"
+        )
+        for name, value, unset in (
+            ("qk_nope_head_dim", 64, 128),
+            ("qk_rope_head_dim", 32, 64),
+            ("v_head_dim", 64, 128),
+            ("rms_norm_eps", 0.5, "null"),
+        )
+    },
+    "model.latent.kv_lora_rank=8 model.qk_norm_after_rope=true": (
+        "model.qk_norm_after_rope=true is not for latent attention (model.latent.kv_lora_rank=8): "
+        "set model.qk_norm_after_rope=false, or model.latent.kv_lora_rank=null"
+    ),
+    "model.qk_norm_over=projection": (
+        "model.qk_norm_over=projection without norms of queries and keys: set model.qk_norm=true, or "
+        "model.qk_norm_over=head"
+    ),
+    "model.attention.out_bias=false": (
+        "model.attention.out_bias=false leaves out one of the biases that model.attention.bias=false does not have: "
+        "set model.attention.bias=true, or model.attention.out_bias=true"
+    ),
     "model.qk_norm_after_rope=true": (
         "model.qk_norm_after_rope=true without norms: set model.qk_norm=true, or model.qk_norm_after_rope=false"
     ),
@@ -374,6 +398,18 @@ REFUSED = {
         "llama3, "
         "or model.rope_scaling.factor=1.0"
     ),
+    **{
+        f"model.rope_scaling.{name}={value}": (
+            f"model.rope_scaling.{name}={value} without a kind of scaling: set model.rope_scaling.rope_type=yarn, "
+            f"linear or llama3, or model.rope_scaling.{name}={unset}"
+        )
+        for name, value, unset in (
+            ("original_max_position_embeddings", 8192, 4096),
+            ("slow_turns", 2.0, 1.0),
+            ("fast_turns", 16.0, 32.0),
+            ("truncate", "false", "true"),
+        )
+    },
     "model.rope_scaling.short_factor=[1,2]": (
         "model.rope_scaling.short_factor is of model.rope_scaling.rope_type=longrope, which is none: set that, or "
         "model.rope_scaling.short_factor=[]"

@@ -147,7 +147,11 @@ FIXED = {
     *("log.trace_step", "data.sources"),
     *("tune.over", "migration.enabled", "migration.rank_speeds", "exchange.hot_experts", "train.skip_spikes"),
     "model.moe.capacity_schedule",
-    *("model.latent.q_lora_rank", "model.attention.full_every", "model.qk_norm_after_rope"),
+    *(
+        f"model.latent.{name}"
+        for name in ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rms_norm_eps")
+    ),
+    *("model.attention.full_every", "model.qk_norm_after_rope", "model.qk_norm_over", "model.attention.out_bias"),
     *(f"optimizer.{name}" for name in ("decay_fraction", "groups", "momentum", "zero_axes")),
     *("optimizer.newton_schulz_steps", "optimizer.newton_schulz_dtype"),
     *(
@@ -169,6 +173,10 @@ FIXED = {
     *(f"model.mamba.{name}" for name in ("head_dim", "n_groups", "d_state", "d_conv")),
     *(f"model.mamba.{name}" for name in ("attn_layer_period", "attn_layer_offsets", "mixer_only_offsets")),
     *(f"model.rope_scaling.{name}" for name in ("factor", "attention_factor", "mscale_all_dim")),
+    *(
+        f"model.rope_scaling.{name}"
+        for name in ("original_max_position_embeddings", "slow_turns", "fast_turns", "truncate")
+    ),
     *("model.rope_scaling.short_factor", "model.rope_scaling.long_factor"),
     *("train.upcycle", "train.mtp_loss_scaling_factor", "train.mtp_loss_schedule"),
 }

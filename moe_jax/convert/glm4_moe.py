@@ -11,12 +11,13 @@ from moe_jax.convert.tensors import Tensor
 
 
 def _model(hf: HfConfig) -> ModelConfig:
+    bias = hf.flag("attention_bias", False)
     return ModelConfig(
         **shared_settings(hf, partial_rotation=True),
         **grouped_heads(hf),
         intermediate_size=hf.whole("intermediate_size"),
         qk_norm=hf.flag("use_qk_norm", False),
-        attention=AttentionConfig(bias=hf.flag("attention_bias", False), out_bias=False),
+        attention=AttentionConfig(bias=bias, out_bias=not bias),
         moe=biased_router(hf),
     )
 

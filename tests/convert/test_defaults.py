@@ -190,3 +190,11 @@ def test_exports_have_the_length_of_the_import_or_of_the_training(tmp_path: Path
     scaling = RopeScalingConfig(rope_type="llama3", factor=8, original_max_position_embeddings=32)
     assert [longest(100, rope_scaling=scaling), longest(999, rope_scaling=scaling)] == [256, 999]
     assert longest(16, GOLDEN / "llama", rope_scaling=dataclasses.replace(scaling, factor=2)) == 64, "as it was given"
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_glm_with_or_without_biases_is_a_valid_model(bias: bool) -> None:
+    """Its output projection never has one, which only a model with biases has to say."""
+    settings = json.loads((GOLDEN / "glm4_moe" / "config.json").read_text()) | {"attention_bias": bias}
+    attention = FAMILIES["glm4_moe"].model(HfConfig(settings, "glm4_moe")).attention
+    assert (attention.bias, attention.out_bias) == (bias, not bias)

@@ -32,6 +32,12 @@ def _check_heads(model: ModelConfig) -> None:
             f"model.latent.q_lora_rank={model.latent.q_lora_rank} without model.latent.kv_lora_rank: "
             "set both, or model.latent.q_lora_rank=null"
         )
+    for field in dataclasses.fields(model.latent):
+        if (value := getattr(model.latent, field.name)) != field.default:
+            raise ConfigError(
+                f"model.latent.{field.name}={as_yaml(value)} is for latent attention: set model.latent.kv_lora_rank, "
+                f"or model.latent.{field.name}={as_yaml(field.default)}"
+            )
     if model.head_dim is None and model.hidden_size % model.num_attention_heads:
         raise ConfigError(
             f"model.hidden_size={model.hidden_size} is not divisible by "
@@ -72,6 +78,7 @@ def _check_latents(model: ModelConfig) -> None:
         ("head_dim", model.head_dim, None),
         ("partial_rotary_factor", model.partial_rotary_factor, 1.0),
         ("qk_norm", model.qk_norm, False),
+        ("qk_norm_after_rope", model.qk_norm_after_rope, False),
         ("qk_l2_norm", model.qk_l2_norm, False),
         ("attention.attn_scale", model.attention.attn_scale, 0.0),
         ("attention.bias", model.attention.bias, False),
@@ -87,6 +94,11 @@ def _check_latents(model: ModelConfig) -> None:
 def _check_views(model: ModelConfig) -> None:
     attention = model.attention
     name, chunk, window = "model.attention", attention.chunk_size, attention.sliding_window
+    if not (attention.bias or attention.out_bias):
+        raise ConfigError(
+            f"{name}.out_bias=false leaves out one of the biases that {name}.bias=false does not have: set "
+            f"{name}.bias=true, or {name}.out_bias=true"
+        )
     if attention.full_every is not None and window is None and chunk is None:
         raise ConfigError(
             f"{name}.full_every={attention.full_every} excepts blocks from a window that there is not: "
@@ -113,6 +125,11 @@ def _check_norms(model: ModelConfig) -> None:
     if model.qk_l2_norm and model.qk_norm:
         raise ConfigError(
             "model.qk_l2_norm=true and model.qk_norm=true are two norms of queries and keys: use one of them"
+        )
+    if model.qk_norm_over != "head" and not model.qk_norm:
+        raise ConfigError(
+            f"model.qk_norm_over={model.qk_norm_over} without norms of queries and keys: set model.qk_norm=true, or "
+            "model.qk_norm_over=head"
         )
     if model.normalization == "rmsnorm":
         return
@@ -151,12 +168,12 @@ def _check_long_factors(model: ModelConfig) -> None:
 def _check_rope(model: ModelConfig) -> None:
     _check_long_factors(model)
     scaling, name = model.rope_scaling, "model.rope_scaling"
-    for key, unset in (("factor", 1.0), ("attention_factor", 1.0), ("mscale_all_dim", 0.0)):
-        value = getattr(scaling, key)
+    for field in dataclasses.fields(scaling):
+        key, value, unset = field.name, getattr(scaling, field.name), field.default
         if scaling.rope_type == "none" and value != unset:
             raise ConfigError(
-                f"{name}.{key}={value} without a kind of scaling: set {name}.rope_type=yarn, linear or llama3, "
-                f"or {name}.{key}={unset}"
+                f"{name}.{key}={as_yaml(value)} without a kind of scaling: "
+                f"set {name}.rope_type=yarn, linear or llama3, or {name}.{key}={as_yaml(unset)}"
             )
     slow, fast = scaling.slow_turns, scaling.fast_turns
     if scaling.rope_type in ("yarn", "llama3") and slow > fast:
