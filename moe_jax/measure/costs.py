@@ -47,6 +47,8 @@ _OVER_MESH = re.compile(
 )
 _MESH_AXIS = re.compile(r"'?([^',=]+)'?=(\d+)")
 _GROUP_AXIS = re.compile(r"'?([^',:{}]+)'?(?::\((\d+)\)(\d+))?")
+_EXACT = re.compile(r"operand_precision[\"=:]*[{\[]\"?highest", re.I)  # of a product or of cuBLAS
+_FLOAT32_BITS, _FP8_BITS = 32, 8
 _MATRIX_DIMS = 2
 _NO_CYCLES = 2**62  # and above: the compiler has no estimate, and writes the largest number of 64 bits
 
@@ -89,8 +91,9 @@ def compute_seconds(instruction: Instruction, program: HloModule, target: Target
     cycles = instruction.number("estimated_cycles")
     if cycles and target.clock_hz and cycles < _NO_CYCLES:
         return cycles / target.clock_hz
-    flops = sum(product_flops(line, program) for line in program.inside(instruction))
-    return max(flops / target.matrix_flops_per_s, _bytes_touched(instruction, program) / target.memory_bytes_per_s)
+    products = [(line, flops) for line in program.inside(instruction) if (flops := product_flops(line, program))]
+    products_s = sum(flops / target.rate_shares.of(_kind_of(line, program)) for line, flops in products)
+    return max(products_s / target.matrix_flops_per_s, _bytes_touched(instruction, program) / target.memory_bytes_per_s)
 
 
 def sent_bytes(collective: Instruction, program: HloModule, num_devices: int) -> float:
@@ -220,6 +223,16 @@ def product_flops(line: Instruction, program: HloModule) -> float:
         return 0.0
     (left, *_), (result, *_) = arrays(program.by_name[line.operands[0]].shape), arrays(line.shape)
     return 2.0 * math.prod(result.dims) * math.prod(left.dims[int(n)] for n in re.findall(r"\d+", contracted[1]))
+
+
+def _kind_of(line: Instruction, program: HloModule) -> str:
+    """Return the kind of a product's operands, by which its rate is known; kernels are taken to have bfloat16."""
+    if is_attention(line) or (line.opcode == "custom-call" and _GROUPED.search(line.op_name)):
+        return "bfloat16"
+    most = max(arrays(program.by_name[name].shape)[0].bits for name in line.operands[:2])
+    if most == _FLOAT32_BITS:
+        return "exact" if _EXACT.search(line.attributes) else "float32"
+    return "fp8" if most == _FP8_BITS else "bfloat16"
 
 
 def _grouped_flops(line: Instruction, program: HloModule) -> float:

@@ -19,11 +19,15 @@ from moe_jax.config.attention_kernels import HOPPER
 from moe_jax.config.ranges import SIMULATED, check_number
 from moe_jax.errors import UserError
 from moe_jax.plan.clusters import MOST_DEVICES, PRESETS, preset_of
+from moe_jax.plan.clusters.hardware import RateShares
 from moe_jax.plan.task_times import Linear
 
 
 class TargetError(UserError):
     """The target is invalid, or its compiler is not available."""
+
+
+_ALL_ALIKE = RateShares()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,7 @@ class Target:
     link: Linear  # between devices, inside a node if there are nodes
     network: Linear  # between nodes
     node_devices: int | None  # None: no nodes, all devices share one kind of link
+    rate_shares: RateShares = _ALL_ALIKE  # of products with other operands, relative to bfloat16
 
     @property
     def kind(self) -> str:
@@ -70,6 +75,7 @@ def _of_cluster(name: str, platform: str) -> Target:
         link=link,
         network=network,
         node_devices=node,
+        rate_shares=device.rate_shares,
     )
 
 

@@ -17,6 +17,7 @@ from moe_jax.measure.costs import (
     sent_bytes,
 )
 from moe_jax.measure.hlo import HloError
+from moe_jax.plan.clusters.hardware import RateShares
 from tests.measure.programs import LINK, TOY, program
 
 EIGHT = "replica_groups={{0,1,2,3,4,5,6,7}}"
@@ -321,3 +322,30 @@ def test_only_the_rows_of_a_gather_and_the_slice_of_an_update_are_moved() -> Non
     )
     assert compute_seconds(toy.by_name["r"], toy, TOY) == pytest.approx((40 + 4 + 40) * 1e-6)
     assert compute_seconds(toy.by_name["w"], toy, TOY) == pytest.approx((40 + 40) * 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "attributes", "share"),
+    [
+        ("bf16", "", 1.0),
+        ("f32", "", 0.5),
+        ("f32", ", operand_precision={highest,highest}", 0.1),
+        ("f8e4m3fn", "", 2.0),
+    ],
+)
+@pytest.mark.parametrize("form", ["dot", "cublas"])
+def test_products_take_the_rate_of_their_operands(form: str, dtype: str, attributes: str, share: float) -> None:
+    call = "dot(%x, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}" + attributes
+    if form == "cublas":
+        precision = '"operand_precision":["HIGHEST","HIGHEST"]' if attributes else '"operand_precision":["DEFAULT"]'
+        call = (
+            'custom-call(%x, %y), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":'
+            f'{{"dot_dimension_numbers":{{"lhs_contracting_dimensions":["1"]}},"precision_config":{{{precision}}}}}}}'
+        )
+    toy = program(f"%x = {dtype}[512,256] parameter(0)\n%y = {dtype}[256,128] parameter(1)\n%z = f32[512,128] {call}")
+    target = dataclasses.replace(
+        TOY, clock_hz=None, memory_bytes_per_s=1e18, rate_shares=RateShares(float32=0.5, exact=0.1, fp8=2.0)
+    )
+    flops = 2 * 512 * 256 * 128
+    assert product_flops(toy.by_name["z"], toy) == flops
+    assert compute_seconds(toy.by_name["z"], toy, target) == pytest.approx(flops / (share * 1e6))
