@@ -163,7 +163,7 @@ def test_processes_take_what_the_first_one_found(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(grouped_product, "from_process", from_first)
     timing = Timing(SECONDS)
     assert chosen(config_of(), timing) == "ragged"
-    assert given == [(0, None)]
+    assert given == [(0, "")]
     assert not timing.asked
 
 
