@@ -17,7 +17,12 @@ import pytest
 def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "moe_jax.launch", *arguments]
     root = Path(__file__).parents[2]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root) as process:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under `nohup` ignore it, and so would the launcher
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    with process:
         try:
             yield process
         finally:
