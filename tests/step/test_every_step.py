@@ -64,6 +64,9 @@ OTHERS = {
     "a sigmoid router, rows of all tensor ranks": "schedule.policy=expert_pipeline schedule.microbatches=2 "
     "model.moe.gate=sigmoid mesh.data=1 mesh.expert=2 mesh.tensor=2 exchange.tensor_form=replicated "
     "model.num_layers=1 model.moe.moe_layer_freq=1",
+    "parameters gathered in the background, of a batch in parts": f"{UNIFIED} exchange.reduction=background "
+    "optimizer.zero=3 train.grad_accumulation=2 mesh.data=2 mesh.expert=2 model.num_layers=2 "
+    "model.moe.moe_layer_freq=2",
     "z-loss of a batch in parts": "train.z_loss_multiplier=0.1 train.grad_accumulation=2 mesh.data=2 mesh.expert=2 "
     "model.num_layers=1 model.moe.moe_layer_freq=1",
     "parameters sharded inside groups of data ranks, in a loop": f"{UNIFIED} schedule.weight_grad=greedy "

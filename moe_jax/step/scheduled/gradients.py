@@ -79,7 +79,7 @@ def _gradients_of_part(
     issued = plan.schedule.actions if scanned is None else (*scanned.prologue, *scanned.middle, *scanned.epilogue)
     outside = {action.block for action in issued} - {NO_BLOCK}
     blocks: dict[int, Tree] = {}  # whole weights
-    gathering = _gathering(params, context, blocks) if context.is_fully_sharded else None
+    gathering = _gathering(params, context, blocks, tokens.input_Bn) if context.is_fully_sharded else None
     if gathering is None:
         blocks |= {block: owned(params, model, block + 1, _slice) for block in outside}
     router_inputs = inputs.router_inputs(context)
@@ -123,8 +123,8 @@ def _gradients_of_part(
     return _gathered(sums.total, model, {number: loops.gradients.tree()}), _parts(sums, inputs, context)
 
 
-def _gathering(params: Params, context: StepContext, whole: dict[Any, Tree]) -> ParamGathering:
-    """Return what gathers the weights of blocks outside of scans, and of the embedding and the head."""
+def _gathering(params: Params, context: StepContext, whole: dict[Any, Tree], token_Bn: jax.Array) -> ParamGathering:
+    """Return what gathers the weights of blocks outside of scans, and of the embedding and the head, for tokens."""
     model, names = context.config.model, {"embed": ("embedding",), "head": OF_HEAD}
     if model.has_mtp:  # whose block computes with the decoder's last norm before the head does
         names = {"embed": ("embedding", "norm"), "head": ("mtp_norm", "head", "head_bias")}
@@ -135,7 +135,8 @@ def _gathering(params: Params, context: StepContext, whole: dict[Any, Tree]) -> 
     blocks = range(model.num_blocks)
     gathers = {block: owned(context.gathers, model, block + 1, lambda own, _: own.unstacked()) for block in blocks}
     shards = {block: owned(params, model, block + 1, _slice) for block in blocks}
-    return ParamGathering(ends(context.gathers) | gathers, ends(params) | shards, whole, context.config)
+    first = token_Bn if context.config.train.grad_accumulation > 1 else None
+    return ParamGathering(ends(context.gathers) | gathers, ends(params) | shards, whole, context.config, first)
 
 
 def _stored(params: Params, model: ModelConfig, block: int) -> Stored:

@@ -59,11 +59,22 @@ class ParamGathering:
     waits for them.
     """
 
-    def __init__(self, gathers: Mapping[Any, Tree], shards: Mapping[Any, Tree], whole: dict[Any, Tree], config: Config):
-        """`gathers` and `shards` have a `ParamGather` and this device's shard of each parameter, by owner."""
+    def __init__(
+        self,
+        gathers: Mapping[Any, Tree],
+        shards: Mapping[Any, Tree],
+        whole: dict[Any, Tree],
+        config: Config,
+        first: jax.Array | None = None,
+    ):
+        """`gathers` and `shards` have a `ParamGather` and this device's shard of each parameter, by owner.
+
+        Gathers in the background start after `first`. In a loop over parts of a batch it is of this part: shards are
+        the same for all parts, and XLA would start a gather once, before the loop, of which each part awaits the end.
+        """
         self._gathers, self._shards, self.whole = gathers, shards, whole
         in_background = REDUCTION_FACTS.of(config.exchange.reduction).in_background
-        self._started = _started_in_background if in_background else _gathered
+        self._started = partial(_started_in_background, first=first) if in_background else _gathered
         self._in_flight: dict[tuple[Owner, bool], Callable[[], Tree]] = {}  # by owner, and whether it has its experts
         self._done: set[Action] = set()  # F tasks that computed with weights
 
@@ -136,9 +147,11 @@ def _gathered(gathers: Sequence[ParamGather], shards: Sequence[jax.Array], order
     return lambda: whole
 
 
-def _started_in_background(gathers: Sequence[ParamGather], shards: Sequence[jax.Array], order: IssueOrder) -> Arrive:
+def _started_in_background(
+    gathers: Sequence[ParamGather], shards: Sequence[jax.Array], order: IssueOrder, first: jax.Array | None
+) -> Arrive:
     axes, shapes = gathers[0].shard_spec.axes, [shard.shape for shard in shards]
-    flat_n = flat_shards(gathers, shards)
+    flat_n = order.after(flat_shards(gathers, shards), first)
     handle = background.start(order.after_comm(flat_n, only_starts=True), "gather", axes)
     order.record_comm(handle, only_starts=True)
     result = jax.ShapeDtypeStruct((ranks_of(axes) * flat_n.size,), flat_n.dtype)
