@@ -3,8 +3,8 @@
 Simulates the customised layers of FlowMoE's experiments: every device has B sequences of N tokens, the hidden size is
 M, experts have width H, the number of slots is f times the even share, and there is one expert for each device and two
 experts for each token. Each layer that fits into the memory of 16 RTX 3090 or 32 RTX 2080 Ti is simulated with
-`vanilla`, and with `expert_pipeline` and `unified` at their best degrees. Takes about five minutes. Writes
-results/predicted_speedups.json and .png; exit code 1 if `unified` is ever slower than one of the others.
+`vanilla`, and with `expert_pipeline` and `unified` at their best degrees. Takes a minute. Writes
+results/predicted_speedups.json and .png.
 """
 
 import dataclasses
@@ -77,7 +77,7 @@ def speedups(cluster: Cluster) -> dict[str, list[float]]:
     """Return the speedups of `unified` over the others, on every layer that fits."""
     found: dict[str, list[float]] = {base: [] for base in BASES}
     for config in layers(cluster.devices):
-        if step_memory(config, "gpu").total > (cluster.device.memory_bytes or 0):
+        if step_memory(config, "gpu", capability=cluster.device.capability).total > (cluster.device.memory_bytes or 0):
             continue
         seconds = step_seconds(config, cluster)
         for base in BASES:
@@ -108,8 +108,6 @@ def main() -> None:
         axes.legend(frameon=False)
     rows[0].set(ylabel="layers", ylim=(0, 1.25 * rows[0].get_ylim()[1]))  # space for legends
     figure.savefig(path.with_suffix(".png"), dpi=120)
-    if min(ratio for of_base in found.values() for ratios in of_base.values() for ratio in ratios) < 1:
-        raise SystemExit(1)
 
 
 if __name__ == "__main__":
