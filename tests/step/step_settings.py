@@ -94,7 +94,7 @@ FACTORS: dict[str, dict[str, str]] = {
         # the second and the last of four blocks have attention; for the epsilon see test_attention.py
         "delta_nets": "model.delta_net.num_value_heads=4 model.delta_net.num_key_heads=2 "
         "model.delta_net.key_head_dim=4 model.delta_net.value_head_dim=3 model.delta_net.full_attention_interval=2 "
-        "model.attention.output_gate=true model.rms_norm_zero_centered=true model.rms_norm_eps=0.01 model.qk_norm=true",
+        "model.attention.output_gate=true model.rms_norm_zero_centered=true model.rms_norm_eps=0.01",
         # the third of four blocks has attention, and the fourth Mamba-2 alone; without other MLPs, those of Nemotron-H
         "mamba": "model.mamba.num_heads=4 model.mamba.head_dim=3 model.mamba.d_state=4 "
         "model.mamba.attn_layer_period=4 model.mamba.attn_layer_offsets=[2] model.mamba.mixer_only_offsets=[3] "

@@ -67,6 +67,10 @@ OTHERS = {
     "parameters gathered in the background, of a batch in parts": f"{UNIFIED} exchange.reduction=background "
     "optimizer.zero=3 train.grad_accumulation=2 mesh.data=2 mesh.expert=2 model.num_layers=2 "
     "model.moe.moe_layer_freq=2",
+    "norms of queries and keys next to gated delta nets": f"{UNIFIED} model.delta_net.num_value_heads=4 "
+    "model.delta_net.num_key_heads=2 model.delta_net.key_head_dim=4 model.delta_net.value_head_dim=3 "
+    "model.delta_net.full_attention_interval=2 model.qk_norm=true model.rms_norm_zero_centered=true "
+    "model.rms_norm_eps=0.01 mesh.data=1 mesh.expert=2 mesh.tensor=2 model.num_layers=2 model.moe.moe_layer_freq=1",
     "z-loss of a batch in parts": "train.z_loss_multiplier=0.1 train.grad_accumulation=2 mesh.data=2 mesh.expert=2 "
     "model.num_layers=1 model.moe.moe_layer_freq=1",
     "parameters sharded inside groups of data ranks, in a loop": f"{UNIFIED} schedule.weight_grad=greedy "
