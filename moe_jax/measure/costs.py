@@ -15,6 +15,7 @@ import numpy as np
 
 from moe_jax.measure.hlo import HloError, HloModule, Instruction, arrays, num_bytes
 from moe_jax.measure.targets import Target
+from moe_jax.parallel.uninitialized import KERNEL
 from moe_jax.plan.collective_costs import shares
 from moe_jax.plan.task_times import Linear
 
@@ -86,7 +87,7 @@ def compute_seconds(instruction: Instruction, program: HloModule, target: Target
     """Return the estimated time of an instruction that is not a collective."""
     if instruction.opcode in _FREE or instruction.opcode.endswith(("-start", "-done", "-update")):
         return 0.0
-    if _ALLOCATION in instruction.attributes:  # allocates memory, writes nothing
+    if _ALLOCATION in instruction.attributes or f"/{KERNEL}/" in instruction.op_name:  # write nothing
         return 0.0
     cycles = instruction.number("estimated_cycles")
     if cycles and target.clock_hz and cycles < _NO_CYCLES:

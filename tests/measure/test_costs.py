@@ -218,6 +218,12 @@ def test_splash_attention_costs_the_products_of_its_kernel(kernel: str, widths: 
 def test_memory_that_is_never_filled_costs_nothing() -> None:
     toy = program('%x = u8[80] custom-call(), custom_call_target="AllocateBuffer"')
     assert compute_seconds(toy.by_name["x"], toy, TOY) == 0
+    toy = program(
+        """%x = u8[8] parameter(0)
+        %y = u8[80] custom-call(%x), custom_call_target="tpu_custom_call", """
+        """metadata={op_name="jit(f)/F.dispatch.1.0/jvp(rows)/uninitialized/pallas_call"}"""
+    )
+    assert compute_seconds(toy.by_name["y"], toy, TOY) == 0
 
 
 def test_a_group_of_one_device_costs_nothing() -> None:

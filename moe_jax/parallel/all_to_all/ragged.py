@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from moe_jax.config.facts import ExchangeFacts
 from moe_jax.parallel.mesh import Axes
 from moe_jax.parallel.ordering import depend_on
+from moe_jax.parallel.uninitialized import uninitialized
 
 FACTS = ExchangeFacts(listed=5, ragged=True)
 
@@ -218,7 +219,7 @@ def _move(
     """
     if target is None:
         # not zeros: writing and copying them costs as much as the exchange
-        target = jax.lax.empty((num_rows, *source.shape[1:]), source.dtype)
+        target = uninitialized((num_rows, *source.shape[1:]), source, platform)
     if not target.size or not source.size:
         return target
     if platform == "cpu":
