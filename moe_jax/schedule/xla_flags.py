@@ -9,6 +9,8 @@ import re
 from importlib.metadata import version
 from typing import NamedTuple
 
+from moe_jax.errors import ConfigError
+
 Value = str | bool | int
 Version = tuple[int, ...]
 
@@ -100,6 +102,8 @@ _GPU = (
     ),
 )
 FLAGS: dict[str, tuple[Flag, ...]] = {"tpu": _TPU, "gpu": _GPU, "cpu": ()}
+# how much of a device's memory XLA's scheduler may fill before it prefers what takes less to what hides communication
+_MEMORY_PERCENT = {"tpu": "xla_tpu_scheduler_percent_shared_memory_limit", "gpu": "xla_gpu_memory_limit_slop_factor"}
 
 
 def compiler_options(platform: str, device_kind: str, jaxlib: Version | None = None) -> dict[str, Value]:
@@ -113,6 +117,18 @@ def compiler_options(platform: str, device_kind: str, jaxlib: Version | None = N
     if platform == "tpu":
         flags += _FUSED if device_kind in _NO_SPARSE_CORE else _SPARSE_CORE
     return {flag.name: flag.value for flag in flags if flag.since <= own}
+
+
+def memory_option(percent: int | None, platform: str) -> dict[str, Value]:
+    """Return the option for `schedule.memory_percent`. Raises ConfigError if the platform has none."""
+    if percent is None:
+        return {}
+    if platform not in _MEMORY_PERCENT:
+        raise ConfigError(
+            f"schedule.memory_percent={percent} is for GPUs and TPUs, and these devices are {platform}: use "
+            "schedule.memory_percent=null"
+        )
+    return {_MEMORY_PERCENT[platform]: percent}
 
 
 def _installed() -> Version:

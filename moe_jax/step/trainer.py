@@ -25,7 +25,7 @@ from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, shard_random_init,
 from moe_jax.parallel.trees import Params, Tree
 from moe_jax.schedule import schedule
 from moe_jax.schedule.pipelines.table import Table
-from moe_jax.schedule.xla_flags import Value, compiler_options
+from moe_jax.schedule.xla_flags import Value, compiler_options, memory_option
 from moe_jax.step.context import State, StepContext, StepInputs
 from moe_jax.step.expert_placement import first_placement
 from moe_jax.step.kinds import StepKind, step_kind
@@ -127,6 +127,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         background.connect(mesh)
 
     options = compiler_options(compute.platform, mesh.devices.flat[0].device_kind) if kind.facts.orders_tasks else {}
+    options |= memory_option(config.schedule.memory_percent, compute.platform)
 
     def step(
         state: State,

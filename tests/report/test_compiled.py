@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from moe_jax.cli import report
 from moe_jax.config import Config
 from moe_jax.config.yaml_io import load_config
-from moe_jax.errors import UserError, run_command
+from moe_jax.errors import ConfigError, UserError, run_command
 from moe_jax.measure.targets import Target, check_compiler, find_target
 from moe_jax.measure.tasks import action_of
 from moe_jax.parallel.mesh import make_mesh
@@ -27,7 +27,7 @@ from moe_jax.report.compiled_text import assumptions, columns, compare, describe
 from moe_jax.run.profiler import Tracing
 from moe_jax.schedule.actions import Action
 from moe_jax.schedule.build import make_schedule, make_shape
-from moe_jax.schedule.xla_flags import FLAGS, compiler_options
+from moe_jax.schedule.xla_flags import FLAGS, compiler_options, memory_option
 from moe_jax.step.trainer import make_trainer
 from tests.schedule.steps import nominal
 from tests.small import tokens_of
@@ -183,9 +183,18 @@ def test_all_reduces_of_tpus_overlap_on_the_sparse_core_or_without_one_in_fusion
 def test_the_installed_xla_knows_every_flag_for_gpus() -> None:
     """Otherwise no scheduled step would compile there. Flags of GPUs are known to XLA on every platform."""
     step = jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((), "float32"))
-    step.compile(compiler_options=compiler_options("gpu", "NVIDIA H200"))
+    step.compile(compiler_options=compiler_options("gpu", "NVIDIA H200") | memory_option(40, "gpu"))
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
         step.compile(compiler_options={"xla_gpu_no_flag": True})
+
+
+def test_memory_of_the_scheduler_is_an_option_of_gpus_and_tpus() -> None:
+    assert memory_option(None, "tpu") == memory_option(None, "cpu") == {}
+    assert memory_option(18, "tpu") == {"xla_tpu_scheduler_percent_shared_memory_limit": 18}
+    config = load_config("configs/shakespeare_cpu.yaml", ["schedule.memory_percent=18"])
+    message = "schedule.memory_percent=18 is for GPUs and TPUs, and these devices are cpu: use schedule.memory_percent="
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(config, make_mesh(config.mesh))
 
 
 def test_versions_have_the_flags_that_they_know() -> None:

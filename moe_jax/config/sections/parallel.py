@@ -90,6 +90,9 @@ class ScheduleConfig(HashedOnce):
     # periods of blocks unrolled in one iteration of the scan over blocks. On GPUs a plain step with all of them
     # unrolled takes less memory, and its kernels move fewer bytes: see docs/memory.md
     unroll: int = number(1, Range(1, BLOCKS))
+    # on GPUs and TPUs: how much of a device's memory XLA may fill while it moves operations to hide communication; less
+    # takes less memory, and hides less, see docs/memory.md; null: XLA's own, 95
+    memory_percent: int | None = number(None, Range(1, 100))
     # what the backward pass recomputes, see docs/architecture.md; chunk, with pipeline stages: a model chunk's whole
     # forward pass, exchanges included
     remat: Literal["none", "dots", "full", "chunk"] = "none"
