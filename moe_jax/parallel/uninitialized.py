@@ -8,26 +8,28 @@ from jaxtyping import Array, Shaped
 KERNEL = "uninitialized"  # its name in compiled programs
 
 
-def uninitialized(shape: Sequence[int], like: Shaped[Array, "..."], platform: str) -> Shaped[Array, "..."]:
+def uninitialized(
+    shape: Sequence[int], like: Shaped[Array, "..."], user: Shaped[Array, "..."], platform: str
+) -> Shaped[Array, "..."]:
     """Return an array of any values, of the type of `like`, that does not exist before `like` does.
 
     `jax.lax.empty` has no operand, so XLA:TPU allocates it as early as it likes: in a step of four blocks, a dozen
     buffers of exchanges thousands of instructions ahead of these. A kernel that writes nothing is an operation with an
-    operand.
+    operand. `user` is an array of the operation that writes the memory, and of no other one: XLA would take two kernels
+    with the same operands for one, and copy its result. (It takes none with side effects for another, but then copies
+    whole parameters elsewhere.)
     """
     if platform != "tpu":
         return jax.lax.empty(shape, like.dtype)
     from jax.experimental import pallas as pl  # takes a second, which other platforms do not need
-    from jax.experimental.pallas import tpu as pltpu
 
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)  # neither the operand nor the result is moved
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)  # neither the operands nor the result are moved
     allocate = pl.pallas_call(
-        lambda like_ref, result_ref: None,
+        lambda like_ref, user_ref, result_ref: None,
         out_shape=jax.ShapeDtypeStruct(shape, like.dtype),
-        in_specs=[anywhere],
+        in_specs=[anywhere, anywhere],
         out_specs=anywhere,
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=0),
         name=KERNEL,
-        compiler_params=pltpu.CompilerParams(has_side_effects=True),  # or two alike are one, which is then copied
     )
-    return allocate(jax.lax.stop_gradient(like))
+    return allocate(jax.lax.stop_gradient(like), user.reshape(1, -1))  # a vector would need a TPU to be lowered

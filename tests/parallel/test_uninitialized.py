@@ -1,5 +1,7 @@
 """Memory that an operation is about to write."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,25 +14,27 @@ from moe_jax.parallel.uninitialized import KERNEL, uninitialized
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_it_has_the_shape_asked_for_and_the_type_of_what_is_there(platform: str) -> None:
-    found = uninitialized((3, 5), jnp.zeros((2, 4), jnp.bfloat16), platform)
+    found = uninitialized((3, 5), jnp.zeros((2, 4), jnp.bfloat16), jnp.arange(2), platform)
     assert found.shape == (3, 5)
     assert found.dtype == jnp.bfloat16
 
 
 def test_on_tpus_each_is_allocated_after_what_is_there_and_none_is_shared() -> None:
     def two(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return uninitialized((16, 8, 128), x * 2, "tpu"), uninitialized((16, 8, 128), x * 2, "tpu")
+        first, second = (uninitialized((16, 8, 128), x * 2, jnp.arange(4) + i, "tpu") for i in range(2))
+        return first, second
 
     text = _for_tpus(two, jnp.ones((4, 8, 128), jnp.bfloat16))
     lines = [line for line in text.splitlines() if f'kernel_name = "{KERNEL}"' in line]
     assert len(lines) == 2
-    assert all("has_side_effect = true" in line for line in lines)  # or XLA makes one of two alike
-    assert all("tensor<4x8x128xbf16>) -> tensor<16x8x128xbf16>" in line for line in lines)
+    assert all("(tensor<4x8x128xbf16>, tensor<1x4xi32>) -> tensor<16x8x128xbf16>" in line for line in lines)
+    operands = {re.search(r"\(([^)]*)\)", line.partition("@tpu_custom_call")[2])[1] for line in lines}  # type: ignore[index]
+    assert len(operands) == 2  # or XLA makes one of two alike
 
 
 def test_no_gradient_passes() -> None:
     def total(x: jax.Array) -> jax.Array:
-        return jnp.sum(x) + jnp.sum(0 * uninitialized((16, 8, 128), x, "tpu"))
+        return jnp.sum(x) + jnp.sum(0 * uninitialized((16, 8, 128), x, jnp.arange(4), "tpu"))
 
     assert KERNEL in _for_tpus(jax.grad(total), jnp.ones((4, 8, 128)))
 

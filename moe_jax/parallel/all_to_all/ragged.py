@@ -219,7 +219,7 @@ def _move(
     """
     if target is None:
         # not zeros: writing and copying them costs as much as the exchange
-        target = uninitialized((num_rows, *source.shape[1:]), source, platform)
+        target = uninitialized((num_rows, *source.shape[1:]), source, slices.start, platform)
     if not target.size or not source.size:
         return target
     if platform == "cpu":
