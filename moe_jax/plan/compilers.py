@@ -17,7 +17,7 @@ class Compiler(NamedTuple):
     overflow_copies: int  # of the buffer for rows beyond a ragged exchange's lanes, per microbatch
     own_gradients: bool  # also without a loop, a block's gradients and casts have buffers besides those of all blocks
     stacks_first: bool  # gradients of all blocks are allocated before the blocks above a loop run backward
-    early_targets: bool  # so is what the lowest block's exchanges fill (ZeRO 0 to 2)
+    exchange_targets: bool  # what a block's exchanges fill exists at once, in a loop's backward pass (ZeRO 0 to 2)
     gaps: float  # ratio of allocated temporaries to those in use at once, in a plain step
     scheduled_gaps: float  # the same in a scheduled step
     pipelined_bytes: int  # counted with a pipelined step's temporaries
@@ -39,7 +39,7 @@ _GPU = Compiler(
     overflow_copies=3,
     own_gradients=False,
     stacks_first=False,
-    early_targets=False,
+    exchange_targets=False,
     gaps=1.0,
     scheduled_gaps=1.0,
     pipelined_bytes=0,
@@ -60,7 +60,7 @@ _TPU = Compiler(
     overflow_copies=3,
     own_gradients=True,
     stacks_first=True,
-    early_targets=True,
+    exchange_targets=True,
     gaps=1.02,
     scheduled_gaps=1.03,
     pipelined_bytes=2**27,  # by `memory_analysis()`, which counts gaps twice (`measure/temporaries.py`)

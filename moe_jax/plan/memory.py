@@ -52,7 +52,7 @@ from moe_jax.plan.resources import (
 from moe_jax.plan.stage_parameters import stage_parameters_of
 from moe_jax.plan.work import ITEM_BYTES as CAST_BYTES
 from moe_jax.plan.workspace_memory import (
-    early_target_bytes,
+    exchange_target_bytes,
     head_bytes,
     in_blocks,
     iteration_bytes,
@@ -145,7 +145,7 @@ def step_memory(
     flat = compiler.flat_copies if facts.orders_sums and math.prod(mesh.values()) > 1 else 0
     head_gradient = (sizes.item if is_fused(config, platform) and not facts.orders_sums else 4) * matrix
     working = working_bytes(config, sizes, compiler, mode, mesh, model.num_blocks)
-    working += early_target_bytes(config, sizes, compiler) if facts.orders_tasks else 0
+    working += exchange_target_bytes(config, sizes, compiler) if facts.orders_tasks else 0
     of_iteration = iteration_bytes(config, sizes, compiler, mesh)
     moments: dict[Moment, dict[str, float]] = {
         "head": {

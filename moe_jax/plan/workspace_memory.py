@@ -76,17 +76,18 @@ def iteration_bytes(config: Config, sizes: DeviceSizes, compiler: Compiler, mesh
         return 0.0
     has_own = compiler.own_gradients or ScannedBlocks.of_config(config)
     whole = 0 if config.optimizer.zero == 3 and compiler.own_gradients else 4
-    own = (whole + sizes.item) * in_blocks(config, mesh) / config.model.num_blocks if has_own else 0.0
+    share = min(period_of(config) / config.model.num_blocks, 1)
+    own = (whole + sizes.item) * in_blocks(config, mesh) * share if has_own else 0.0
     return _gradients_in_flight(config, mesh) + own
 
 
-def early_target_bytes(config: Config, sizes: DeviceSizes, compiler: Compiler) -> float:
-    """Bytes that the lowest block's exchanges fill, where they are allocated before the loop over the other blocks.
+def exchange_target_bytes(config: Config, sizes: DeviceSizes, compiler: Compiler) -> float:
+    """Bytes that the exchanges of a block's backward pass in a loop fill, where they exist at once.
 
-    Exchanges of the backward pass fill a buffer of rows that leave for other devices, and three of those that come.
+    They are a buffer of rows that leave for other devices, and three of those that come.
     """
-    rows, is_early = sizes.rows, compiler.early_targets and config.optimizer.zero < 3
-    if not is_early or not rows.ragged or ScannedBlocks.of_config(config) is None:
+    rows, at_once = sizes.rows, compiler.exchange_targets and config.optimizer.zero < 3
+    if not at_once or not rows.ragged or ScannedBlocks.of_config(config) is None:
         return 0.0
     return sizes.item * config.model.hidden_size * (3 * rows.computed + rows.sent)
 
