@@ -186,7 +186,7 @@ def _drafts() -> list[Piece]:
         ),
         (
             "models.md",
-            f"exposes {v5p_more['exposed']} of {v5p_more['communication']} ms with the module, and "
+            f"exposes {v5p_more['exposed']:.2f} of {v5p_more['communication']} ms with the module, and "
             f"{v5p_plain['exposed']:.2f} of {v5p_plain['communication']} without",
         ),
         ("models.md", f"`python profiling/mtp_acceptance.py {found['steps']}`"),
