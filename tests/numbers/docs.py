@@ -259,7 +259,7 @@ table(
     {
         row: f"{given} {found['temporary_gib']:.2f} "
         + _digits(found["step_ms"], found["communication_ms"], found["exposed_ms"], digits=1)
-        for row, given in (("null", "95"), ("18", "18"), ("14", "14"))
+        for row, given in (("null", "95"), ("18", "18"))
         for found in (_by_memory[row],)
     },
 )
