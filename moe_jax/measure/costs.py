@@ -15,7 +15,6 @@ import numpy as np
 
 from moe_jax.measure.hlo import HloError, HloModule, Instruction, arrays, num_bytes
 from moe_jax.measure.targets import Target
-from moe_jax.parallel.uninitialized import KERNEL
 from moe_jax.plan.collective_costs import shares
 from moe_jax.plan.task_times import Linear
 
@@ -39,6 +38,7 @@ _ALLOCATION = 'custom_call_target="AllocateBuffer"'
 _GEMM = re.compile(r'custom_call_target="(__cublas\$|.*gemm|.*matmul)')
 _FLASH = re.compile(r'custom_call_target="__cudnn\$fmha')
 _SPLASH = re.compile(r"\bsplash_m[hq]a_(fwd|dq|dkv)")  # kernels of models/attention/kernels.py
+_UNINITIALIZED = "/uninitialized/"  # the kernel of parallel/uninitialized.py
 # products of rows in groups: XLA:TPU's kernel, and scopes of models/grouped_products.py
 _GROUPED = re.compile(r"(?:^|/)(?:ragged-dot(?:-none)?|ragged_dot_general)$|\bgrouped_(?:rows|weights)\b")
 # replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a','b':(2)2}: axes of a mesh, its devices unless they are
@@ -87,7 +87,7 @@ def compute_seconds(instruction: Instruction, program: HloModule, target: Target
     """Return the estimated time of an instruction that is not a collective."""
     if instruction.opcode in _FREE or instruction.opcode.endswith(("-start", "-done", "-update")):
         return 0.0
-    if _ALLOCATION in instruction.attributes or f"/{KERNEL}/" in instruction.op_name:  # write nothing
+    if _ALLOCATION in instruction.attributes or _UNINITIALIZED in instruction.op_name:  # write nothing
         return 0.0
     cycles = instruction.number("estimated_cycles")
     if cycles and target.clock_hz and cycles < _NO_CYCLES:
