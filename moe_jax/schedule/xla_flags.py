@@ -43,6 +43,12 @@ _SPARSE_CORE = (
         "as above, of sums that optimizer.zero scatters: all 53 of a step of 8 blocks have a start and a done",
     ),
     Flag(
+        "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter",
+        "true",
+        "with the one above alone, a mesh axis that spans three dimensions of the torus (v5p) gets an all-reduce, of "
+        "which each device then drops all but its shard: twice the traffic",
+    ),
+    Flag(
         "xla_tpu_enable_sparse_core_collective_offload_all_gather",
         "true",
         "gathers of parameters are synchronous otherwise (optimizer.zero=3)",
