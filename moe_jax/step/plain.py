@@ -133,7 +133,7 @@ def train_step(
     grads, parts = gradients(params, inputs, context)
     grads = with_copies_summed(grads, inputs.slot_ME, context)  # copies of experts, migration.replicas
     norm = global_norm(grads, context.grad_specs, compute.platform, experts_here(inputs.slot_ME, context))
-    if compute.platform == "cpu":  # where a sum blocks the compute thread until all devices have joined
+    if compute.platform != "gpu":  # on CPUs and TPUs, where a small sum is synchronous, last: nothing waits for it
         parts = jax.tree.map(lambda part: depend_on(part, norm, compute.platform) if part.size else part, parts)
     parts, max_logit_LH = max_over_batch(parts, context)  # optimizer.qk_clip
     total = sum_over_batch(parts)

@@ -7,7 +7,7 @@ import pytest
 
 from moe_jax.parallel.mesh import BATCH_AXES, Axis
 from moe_jax.parallel.reductions import REDUCTIONS, SCATTERS, scatter_of
-from moe_jax.parallel.sharding import BATCH_SPEC
+from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED
 from tests.parallel.per_device import on_mesh
 
 AXES = {"both axes": BATCH_AXES, "data": (Axis.DATA,), "expert": (Axis.EXPERT,)}
@@ -81,3 +81,18 @@ def test_each_way_is_the_collectives_it_names(name, collectives):
     kinds = ("all_reduce", "reduce_scatter", "all_gather", "collective_permute", "all_to_all")
     found = {kind: text.count(f'"stablehlo.{kind}"') for kind in kinds}
     assert {kind: count for kind, count in found.items() if count} == collectives
+
+
+def test_the_part_that_other_tasks_wait_for_is_as_it_arrives():
+    """XLA's simplifier forgets that something waits for an array which is used in no other way."""
+
+    def start(x_Pm):
+        return scatter_of("all_reduce", "tpu").start(x_Pm, BATCH_AXES)[-1]
+
+    body = on_mesh(start, REPLICATED, BATCH_SPEC, data=2, expert=4)
+    inner = next(eqn for eqn in jax.make_jaxpr(body)(jnp.zeros((8, 13))).jaxpr.eqns if "jaxpr" in eqn.params)
+    while "jaxpr" in inner.params:
+        program = getattr(inner.params["jaxpr"], "jaxpr", inner.params["jaxpr"])
+        inner = program.eqns[-1]
+    assert inner.primitive.name == "reduce_scatter"
+    assert program.outvars == inner.outvars

@@ -2,7 +2,7 @@
 
 Each gives the same bits on every rank; results of different implementations differ by rounding. The `SCATTERS` of the
 same names take one vector per rank, and return to each rank the sum of its own. XLA:TPU rewrites reduce-scatters into
-all-reduces if they are over several axes at once, or if their rows are not whole tiles. `tiled_scatter` takes their
+all-reduces if they are over several axes at once, or if their rows are not whole tiles. `TILED_SCATTER` takes their
 place there, over one axis after another; as many bytes travel as in one reduce-scatter over all axes. `sum_in_shape`
 and `scatter_in_shape` are the same for arrays that are not flat vectors.
 
@@ -21,15 +21,6 @@ from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.zero import ShardSpec, ranks_of
 
 _LANES, _TILE = 128, 8 * 128
-
-
-def tiled_scatter(x_Pm: Num[Array, "P m"], axes: tuple[Axis, ...]) -> Num[Array, " m"]:
-    """Return row r of the sum of `x_Pm` over all ranks of `axes`, on rank r."""
-    length = x_Pm.shape[1]
-    rest = jnp.pad(x_Pm, ((0, 0), (0, -length % _TILE)))
-    for axis in axes:  # what remains are the rows for the ranks of the axes that follow
-        rest = jax.lax.psum_scatter(rest.reshape(jax.lax.axis_size(axis), -1, _LANES), axis)
-    return rest.reshape(-1)[:length]
 
 
 class ReduceImpl(NamedTuple):
@@ -70,12 +61,26 @@ def _implementation(name: str, module: Any, whole: str, start: str) -> ReduceImp
 _FILES = registry.REDUCTION_FACTS.modules()
 REDUCTIONS = {name: _implementation(name, module, "reduce", "start") for name, module in _FILES.items()}
 SCATTERS = {name: _implementation(name, module, "scatter", "start_scatter") for name, module in _FILES.items()}
-_ON_TPU = _blocking(tiled_scatter)
+
+
+def _start_tiled(x_Pm: Num[Array, "P m"], axes: tuple[Axis, ...]) -> tuple[Any, ...]:
+    """Scatter whole tiles, and return the length m with this rank's part of the sum.
+
+    What follows a sum waits for this part as it arrives: XLA forgets that something waits for a slice or reshape of it.
+    """
+    length = x_Pm.shape[1]
+    rest = jnp.pad(x_Pm, ((0, 0), (0, -length % _TILE)))
+    for axis in axes:  # what remains are the rows for the ranks of the axes that follow
+        rest = jax.lax.psum_scatter(rest.reshape(jax.lax.axis_size(axis), -1, _LANES), axis, tiled=True)
+    return length, rest
+
+
+TILED_SCATTER = ReduceImpl(_start_tiled, lambda started: started[1].reshape(-1)[: started[0]])
 
 
 def scatter_of(name: str, platform: str) -> ReduceImpl:
     """Return the implementation of `SCATTERS` that the compiler of a platform keeps as a reduce-scatter."""
-    return _ON_TPU if platform == "tpu" and registry.REDUCTION_FACTS[name].one_scatter else SCATTERS[name]
+    return TILED_SCATTER if platform == "tpu" and registry.REDUCTION_FACTS[name].one_scatter else SCATTERS[name]
 
 
 def sum_in_shape(name: str) -> ReduceImpl:

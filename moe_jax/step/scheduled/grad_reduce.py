@@ -20,7 +20,7 @@ from moe_jax.schedule.actions import NO_BLOCK, Action
 from moe_jax.step.scheduled.executor import Tasks
 from moe_jax.step.scheduled.reduce_groups import ReduceGroup, Reduction
 
-_SMALL = 2**16  # elements of a sum for which XLA:TPU keeps no order: the next collective waits for the one before
+_SMALL = 2**16  # elements of a sum that XLA:TPU runs on the TensorCore, where it is synchronous
 
 
 class GradientReducer:
@@ -72,10 +72,11 @@ class GradientReducer:
         assert stats is not None  # the shape has no counts without routers
         impl = REDUCTIONS[self.name]
         impl = impl if impl.only_starts else REDUCTIONS["all_reduce"]  # the others are for large arrays
-        count_n = stats.count_E.ravel()
+        count_n, order = stats.count_E.ravel(), self.tasks.order
         if self.tasks.dims.compute.platform == "tpu":
-            # a small sum is synchronous there: issued in order, it would end the overlap of the exchange before it
-            self.counts = StartedSum(impl, impl.start(count_n, TOKEN_AXES))
+            # a small sum is synchronous there: next to an exchange it would wait for it, so it is a part of compute
+            self.counts = StartedSum(impl, impl.start(order.after_compute(count_n), TOKEN_AXES))
+            order.record_compute(self.counts.in_flight[-1])
         else:
             self.counts = self._started(impl, count_n, TOKEN_AXES)
         moe = [block for block, kind in enumerate(self.tasks.dims.shape.kinds) if kind == "moe"]
@@ -156,9 +157,12 @@ class GradientReducer:
             # Data ranks may be in other nodes, and sums over them take longer than all compute. Issued in order, they
             # would be XLA:GPU's critical path: it would finish them first and expose the exchanges.
             return StartedSum(impl, impl.start(x, axes))
+        if self.tasks.dims.compute.platform == "tpu" and x.size < _SMALL:
+            # synchronous there: it would wait for an exchange that is under way, and compute for it
+            late = ReduceImpl(lambda x, axes: (x,), lambda started: impl(order.after_comm(started[0]), axes))
+            return StartedSum(late, late.start(x, axes))
         in_flight = impl.start(order.after_comm(x, impl.only_starts), axes)
-        if self.tasks.dims.compute.platform != "tpu" or x.size >= _SMALL:
-            order.record_comm(in_flight[-1], impl.only_starts)
+        order.record_comm(in_flight[-1], impl.only_starts)
         return StartedSum(impl, in_flight)
 
     def _arrived(self, started: StartedSum) -> jax.Array:
