@@ -51,7 +51,7 @@ class StepShape:
     tied: bool = False  # embedding and head are one matrix, owned by embed
     param_gather: str = "none"  # when a block's parameters are gathered (param_gathers.py); none: they are not sharded
     mtp: bool = False  # the highest block is that of multi-token prediction, which also computes with the last norm
-    local_experts: bool = False  # no other device shares a device's experts: their gradients are not reduced
+    local_experts: bool = False  # no other device shares a device's experts: they are neither gathered nor reduced
 
     def __post_init__(self) -> None:
         if not self.reductions:
@@ -143,7 +143,8 @@ class StepShape:
         """The gathers of parameters, in the order in which the passes need them."""
         if self.param_gather == "none":
             return ()
-        ops = {block: ("attend", "expert") if kind == "moe" else ("attend",) for block, kind in enumerate(self.kinds)}
+        gathers_experts = {"moe"} if not self.local_experts else set()
+        ops = {b: ("attend", "expert") if kind in gathers_experts else ("attend",) for b, kind in enumerate(self.kinds)}
         forward = [Action("P", op, block, 0) for block in ops for op in ops[block]]
         again = [Action("P", op, block, 1) for block in reversed(range(len(ops) - 1)) for op in reversed(ops[block])]
         return (Action("P", "embed", NO_BLOCK, 0), *forward, Action("P", "head", NO_BLOCK, 0), *again)
@@ -151,6 +152,8 @@ class StepShape:
     def param_gather_of(self, action: Action) -> Action | None:
         """The gather of the parameters that a forward or backward task computes with, or None."""
         if self.param_gather == "none" or action.op not in _WITH_PARAMETERS or action.direction not in ("F", "B"):
+            return None
+        if self.local_experts and action.op == "expert":
             return None
         if action.direction == "F":
             return Action("P", action.op, action.block, 0)

@@ -1,6 +1,7 @@
 """Gathers of sharded parameters as tasks: when they are issued, and how many blocks a device has at a time."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from tests.schedule.steps import MIXED, POLICIES, nominal
 AHEAD = {"prefetch": 1, "block": 0}
 
 
-def step_of(policy: str, degree: int, kinds: tuple[str, ...], gather: str, **rest: str) -> Schedule:
+def step_of(policy: str, degree: int, kinds: tuple[str, ...], gather: str, **rest: Any) -> Schedule:
     shape = make_shape(policy, kinds, degree, param_gather=gather, **rest)
     return make_schedule(policy, shape, seconds_of(shape))
 
@@ -51,6 +52,14 @@ def most_waiting_blocks(step: Schedule) -> int:
             waiting.discard((gather.block, gather.part))
         most = max(most, len(waiting))
     return most
+
+
+@pytest.mark.parametrize("gather", AHEAD)
+def test_experts_that_no_other_device_has_are_not_gathered(gather):
+    step = step_of("unified", 2, MIXED[0], gather, local_experts=True)
+    check(step)
+    found = {task.op for task in step.actions if is_param_gather(task)}
+    assert found == {"embed", "attend", "head"} == {task.op for task in step.shape.param_gathers}
 
 
 def test_they_fill_gaps():

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from moe_jax.config import ScheduleConfig
 from moe_jax.parallel.mesh import Axis
@@ -19,6 +20,7 @@ from moe_jax.step.trainer import make_trainer
 from tests.parallel.per_device import on_mesh
 from tests.small import first_params, small_config, tokens_of
 from tests.step.gradients import assert_equals_reference, mesh_of, sharded_gradients
+from tests.step.one_step import config_of_settings
 
 GREEDY = {"weight_grad": "greedy", "grad_reduce": "bucketed", "bucket_cap_mb": 0.002}
 CASES = {
@@ -126,3 +128,30 @@ def test_a_call_inside_a_turn_may_return_a_constant():
     _, _, stacked = traced(x, w)
     chex.assert_trees_all_equal(stacked, [2 * x])
     chex.assert_trees_all_equal(traced.rebuild(w, stacked), (2 * x, jnp.float32(3)))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "carried"), [("mesh.data=1 mesh.expert=4", False), ("mesh.data=2 mesh.expert=2", True)]
+)
+def test_turns_pass_on_the_experts_that_other_devices_have_too(mesh, carried):
+    """A device's own are read where they are stored: passed on they would be copies, in float32."""
+    config = config_of_settings(
+        f"{mesh} schedule.policy=unified schedule.microbatches=2 optimizer.zero=3 model.num_layers=4 "
+        "model.moe.moe_layer_freq=1"
+    )
+    trainer = make_trainer(config, mesh_of(config))
+    batch = jax.ShapeDtypeStruct((config.train.batch_size, config.data.seq_len + 1), "int32")
+    program = jax.make_jaxpr(trainer.step)(*trainer.step_shapes(batch))
+    one_block = (8 // expert, 16, 12)
+    found = [aval for aval in passed_on(program.jaxpr) if aval.shape == one_block]
+    assert bool(found) == carried
+
+
+def passed_on(program):
+    """The arrays that turns of a program's loops pass on."""
+    for eqn in program.eqns:
+        if eqn.primitive.name == "scan":
+            first = eqn.params["num_consts"]
+            yield from (var.aval for var in eqn.invars[first : first + eqn.params["num_carry"]])
+        for inner in jaxprs_in_params(eqn.params):
+            yield from passed_on(inner)

@@ -24,7 +24,7 @@ from moe_jax.step.scheduled.build import ScheduledPlan, owned, places, scanned_b
 from moe_jax.step.scheduled.executor import Tasks
 from moe_jax.step.scheduled.grad_reduce import GradientReducer
 from moe_jax.step.scheduled.layer_loop import LayerScan, Stacked, run
-from moe_jax.step.scheduled.param_gathering import ParamGathering
+from moe_jax.step.scheduled.param_gathering import ParamGathering, only_experts
 from moe_jax.step.scheduled.scan_residuals import BlockConsts
 from moe_jax.step.scheduled.step_dims import StepDims
 
@@ -80,15 +80,18 @@ def _gradients_of_part(
     outside = {action.block for action in issued} - {NO_BLOCK}
     blocks: dict[int, Tree] = {}  # whole weights
     gathering = _gathering(params, context, blocks, tokens.input_Bn) if context.is_fully_sharded else None
+    own = {block: owned(params, model, block + 1, _slice) for block in outside}
     if gathering is None:
-        blocks |= {block: owned(params, model, block + 1, _slice) for block in outside}
+        blocks |= own
+    elif dims.shape.local_experts:
+        blocks |= {block: only_experts(weights) for block, weights in own.items() if "moe" in weights}
     router_inputs = inputs.router_inputs(context)
     moe = [block for block, kind in enumerate(model.block_kinds) if kind == "moe"]
     placements = {} if slot_ME is None else {block: slot_ME[m] for m, block in enumerate(moe) if block in outside}
     consts = BlockConsts(blocks, router_inputs, placements, document_BN)
     tasks = Tasks(
         *(dims, None if gathering else params, consts, tokens),
-        stored=None if gathering else partial(_stored, params, model),
+        stored=partial(_stored, params, model) if gathering is None or dims.shape.local_experts else None,
         gathering=gathering,
         regathers=gathering is not None,
         mtp=inputs.mtp(context),

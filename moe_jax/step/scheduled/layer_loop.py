@@ -20,7 +20,7 @@ from moe_jax.schedule.scanned import ScannedSchedule
 from moe_jax.step.scheduled.executor import Tasks
 from moe_jax.step.scheduled.grad_reduce import GradientReducer
 from moe_jax.step.scheduled.layer_loop_grads import LoopGradients, StackLayout
-from moe_jax.step.scheduled.param_gathering import ParamGathering
+from moe_jax.step.scheduled.param_gathering import ParamGathering, but_experts, with_experts
 from moe_jax.step.scheduled.saved_values import SavedValues
 from moe_jax.step.scheduled.scan_residuals import BlockConsts, ScanBody
 
@@ -84,7 +84,8 @@ class LayerScan:
         """Return the constants of an iteration. Its weights are `whole` if devices have shards of them; it then gathers
         those of the iteration `shift` above or below it.
         """
-        weights = whole or {block: self.layout.take(self.params, iteration, block) for block in self._blocks}
+        own = {block: self.layout.take(self.params, iteration, block) for block in self._blocks}
+        weights = own if whole is None else self._with_local(whole, own)
         shards = None
         if whole is not None:
             other = jnp.clip(iteration + shift, 0, self.scan_blocks.count - 1)
@@ -122,7 +123,18 @@ class LayerScan:
         numbers = {block: block + iteration * self.scan_blocks.size for block in self._blocks}
         for number in numbers.values():
             self.tasks.gathering.arrive(number)
-        return {block: self.tasks.blocks[number] for block, number in numbers.items()}
+        weights = {block: self.tasks.blocks[number] for block, number in numbers.items()}
+        return {block: but_experts(own) for block, own in weights.items()} if self._has_local_experts else weights
+
+    @property
+    def _has_local_experts(self) -> bool:
+        return self.tasks.dims.shape.local_experts
+
+    def _with_local(self, whole: Whole, own: Whole) -> Whole:
+        """Return gathered weights of blocks with those of this device's own experts, if no other device has them."""
+        if not self._has_local_experts:
+            return whole
+        return {block: with_experts(weights, own.get(block)) for block, weights in whole.items()}
 
     def forward(self) -> None:
         """Run the forward scan over all iterations but the highest, whose tasks follow."""
@@ -175,7 +187,8 @@ class LayerScan:
             )
         above = highest * self.scan_blocks.size
         if whole is not None:
-            self.tasks.blocks |= {block + above: weights for block, weights in whole.items()}
+            whole = {block + above: weights for block, weights in whole.items()}
+            self.tasks.blocks |= self._with_local(whole, self.tasks.blocks)
 
     def _restore(self, tasks: Tasks, values: list[jax.Array], consts: BlockConsts) -> None:
         """Restore the pullbacks of a forward iteration in `tasks` from its saved values."""
@@ -226,7 +239,7 @@ class LayerScan:
         (dx, self.gradients.state, whole, fetched), ends = jax.lax.scan(step, carry, numbers, reverse=True)
         self.tasks.order.out_of_loop(ends)
         self.tasks.dx = dict(zip(self.microbatches, dx, strict=True))
-        self.tasks.blocks |= whole or {}
+        self.tasks.blocks |= self._with_local(whole or {}, self.tasks.blocks)
         self._restore(self.tasks, self.saved.values(0, fetched), self._consts(0, whole, -1))
         for r in reversed(self.microbatches):
             self.tasks.add_combine_to_residual_back(r, self.scan_blocks.first + self.scan_blocks.size)

@@ -96,19 +96,22 @@ class ParamGathering:
                 self._put(owner, experts, arrived())
 
     def release(self, action: Action, shape: StepShape) -> None:
-        """Remove a block's weights after its last F task if they are gathered again for its B tasks: what reads them
-        in between would keep them in memory.
+        """Remove what has been gathered of a block after its last F task, if it is gathered again for its B tasks: what
+        reads it in between would keep it in memory.
         """
         if action.op not in ("attend", "expert") or shape.param_gather_of(action._replace(direction="B")) is None:
             return
         self._done.add(action)
-        last = ChainStage("expert" if shape.kinds[action.block] == "moe" else "attend", action.block)
+        has_experts = shape.kinds[action.block] == "moe"
+        last = ChainStage("expert" if has_experts and not shape.local_experts else "attend", action.block)
         if self._done.issuperset(shape.tasks_of("F", last)):
-            self.whole.pop(action.block)
+            weights = self.whole.pop(action.block)
+            if has_experts and shape.local_experts:
+                self.whole[action.block] = only_experts(weights)
 
     def _put(self, owner: Owner, experts: bool, gathered: Tree) -> None:
         if not experts:
-            self.whole[owner] = _joined(gathered, self.whole.get(owner))
+            self.whole[owner] = with_experts(gathered, self.whole.get(owner))
             return
         block = self.whole.get(owner, {"moe": {}})
         self.whole[owner] = block | {"moe": block["moe"] | {"experts": gathered}}
@@ -165,8 +168,13 @@ def but_experts(tree: Tree) -> Tree:
     return tree | {"moe": {name: value for name, value in tree["moe"].items() if name != "experts"}}
 
 
-def _joined(rest: Tree, before: Tree | None) -> Tree:
-    """Return a block's weights with the experts that have been gathered before."""
-    if before is None or "moe" not in before or "experts" not in before["moe"]:
+def only_experts(tree: Tree) -> Tree:
+    """Return a tree like a block's parameters with nothing but the routed experts."""
+    return {"moe": {"experts": tree["moe"]["experts"]}}
+
+
+def with_experts(rest: Tree, other: Tree | None) -> Tree:
+    """Return a block's weights with the experts of `other`, if it has some."""
+    if other is None or "moe" not in other or "experts" not in other["moe"]:
         return rest
-    return rest | {"moe": rest["moe"] | {"experts": before["moe"]["experts"]}}
+    return rest | {"moe": rest["moe"] | {"experts": other["moe"]["experts"]}}
