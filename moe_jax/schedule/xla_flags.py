@@ -59,6 +59,14 @@ _SPARSE_CORE = (
         "with the one above alone, gathers over a mesh axis that spans two dimensions of the torus stay synchronous",
     ),
     Flag("xla_tpu_enable_sparse_core_collective_offload_3d_all_gather", "true", "as above, for three dimensions"),
+    *(
+        Flag(
+            f"xla_tpu_sparse_core_{collective}_latency_multiplier",
+            "2",
+            "XLA's scheduler expects it to take about half as long as by the links' bandwidth, and hides only that",
+        )
+        for collective in ("all_reduce", "reduce_scatter", "all_gather")
+    ),
 )
 _ALL_REDUCE_IN_FUSIONS = "an all-reduce is synchronous otherwise; in parts of fusions it overlaps with their products"
 _FUSED = tuple(

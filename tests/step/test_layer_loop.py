@@ -1,13 +1,15 @@
 """Loops over turns of blocks: the step stays the same function, keeps little, and does not grow with depth."""
 
 import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import Jaxpr, jaxprs_in_params
 
 from moe_jax.config import ScheduleConfig
 from moe_jax.parallel.mesh import Axis
@@ -130,14 +132,12 @@ def test_a_call_inside_a_turn_may_return_a_constant():
     chex.assert_trees_all_equal(traced.rebuild(w, stacked), (2 * x, jnp.float32(3)))
 
 
-@pytest.mark.parametrize(
-    ("mesh", "carried"), [("mesh.data=1 mesh.expert=4", False), ("mesh.data=2 mesh.expert=2", True)]
-)
-def test_turns_pass_on_the_experts_that_other_devices_have_too(mesh, carried):
+@pytest.mark.parametrize(("data", "expert", "carried"), [(1, 4, False), (2, 2, True)])
+def test_turns_pass_on_the_experts_that_other_devices_have_too(data, expert, carried):
     """A device's own are read where they are stored: passed on they would be copies, in float32."""
     config = config_of_settings(
-        f"{mesh} schedule.policy=unified schedule.microbatches=2 optimizer.zero=3 model.num_layers=4 "
-        "model.moe.moe_layer_freq=1"
+        f"mesh.data={data} mesh.expert={expert} schedule.policy=unified schedule.microbatches=2 optimizer.zero=3 "
+        "model.num_layers=4 model.moe.moe_layer_freq=1"
     )
     trainer = make_trainer(config, mesh_of(config))
     batch = jax.ShapeDtypeStruct((config.train.batch_size, config.data.seq_len + 1), "int32")
@@ -147,7 +147,7 @@ def test_turns_pass_on_the_experts_that_other_devices_have_too(mesh, carried):
     assert bool(found) == carried
 
 
-def passed_on(program):
+def passed_on(program: Jaxpr) -> Iterator[Any]:
     """The arrays that turns of a program's loops pass on."""
     for eqn in program.eqns:
         if eqn.primitive.name == "scan":
