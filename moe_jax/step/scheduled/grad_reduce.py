@@ -75,7 +75,8 @@ class GradientReducer:
         count_n, order = stats.count_E.ravel(), self.tasks.order
         if self.tasks.dims.compute.platform == "tpu":
             # a small sum is synchronous there: next to an exchange it would wait for it, so it is a part of compute
-            self.counts = StartedSum(impl, impl.start(order.after_compute(count_n), TOKEN_AXES))
+            # after the last one, whose rows the next task needs
+            self.counts = StartedSum(impl, impl.start(order.after_comm(order.after_compute(count_n)), TOKEN_AXES))
             order.record_compute(self.counts.in_flight[-1])
         else:
             self.counts = self._started(impl, count_n, TOKEN_AXES)
