@@ -11,7 +11,8 @@ import dataclasses
 import functools
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -32,6 +33,7 @@ from moe_jax.step.trainer import Trainer
 
 _PROFILE = "fdo_profile"  # jax's name for the option
 _PROFILE_FILE = "xla_gpu_pgle_profile_file_or_directory_path"  # XLA's flag for a measured profile
+_SOURCE_LINES = "jax_traceback_in_locations_limit"  # jax's setting, and in capitals its environment variable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,12 +83,29 @@ def step_program(
     switch_off_pgle()
     chosen = {**trainer.options, **(options or {})}
     is_scheduled_gpu = trainer.kind.facts.orders_tasks and target is not None and target.platform == "gpu"
+    with _without_source_lines():
+        lowered = trainer.step.lower(*trainer.step_shapes(batch))
     return StepProgram(
-        lowered=trainer.step.lower(*trainer.step_shapes(batch)),
+        lowered=lowered,
         options=chosen,
         target=target if is_scheduled_gpu and not _has_profile(chosen) else None,
         num_devices=trainer.mesh.size,
     )
+
+
+@contextmanager
+def _without_source_lines() -> Iterator[None]:
+    """Lower without the lines of Python that each operation comes from, which take 9 % of XLA:TPU's time.
+
+    Names of tasks stay. JAX_TRACEBACK_IN_LOCATIONS_LIMIT=10, jax's default, keeps the lines.
+    """
+    before = getattr(jax.config, _SOURCE_LINES)
+    if _SOURCE_LINES.upper() not in os.environ:
+        jax.config.update(_SOURCE_LINES, 0)
+    try:
+        yield
+    finally:
+        jax.config.update(_SOURCE_LINES, before)
 
 
 def target_here(trainer: Trainer) -> Target | None:

@@ -162,6 +162,25 @@ def test_of_both_programs_for_gpus_the_faster_one_is_kept(
     assert program.compile() is made[kept]
 
 
+@pytest.mark.parametrize("asked_for", [False, True])
+def test_a_step_has_no_source_lines_unless_the_environment_asks_for_them(
+    asked_for: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "jax_traceback_in_locations_limit"
+    before = getattr(jax.config, name)
+    jax.config.update(name, 10)
+    monkeypatch.setenv(name.upper(), "10")
+    if not asked_for:
+        monkeypatch.delenv(name.upper())
+    trainer = make_trainer(small_config(1, 2), mesh_of(small_config(1, 2)))
+    try:
+        text = step_program(trainer, tokens_of(small_config(1, 2)), None).lowered.as_text(debug_info=True)
+        assert getattr(jax.config, name) == 10
+    finally:
+        jax.config.update(name, before)
+    assert ("transformer.py" in text) == asked_for
+
+
 def test_rates_count_for_scheduled_steps_without_a_profile_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, scheduled = (
         make_trainer(small_config(2, 4, schedule=schedule), mesh_of(small_config(2, 4)))
