@@ -251,7 +251,7 @@ table(
 _by_memory = {
     next((each.partition("=")[2] for each in found["settings"] if "memory_percent" in each), "null"): found
     for found in result("peer_shapes_v5p_2x2x2")["programs"].values()
-    if "schedule.bucket_cap_mb=64" in found["settings"]
+    if "schedule.bucket_cap_mb=256" in found["settings"]
 }
 table(
     "memory.md",
@@ -259,7 +259,7 @@ table(
     {
         row: f"{given} {found['temporary_gib']:.2f} "
         + _digits(found["step_ms"], found["communication_ms"], found["exposed_ms"], digits=1)
-        for row, given in (("null", "95"), ("18", "18"))
+        for row, given in (("null", "95"), ("12", "12"))
         for found in (_by_memory[row],)
     },
 )
