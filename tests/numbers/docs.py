@@ -5,7 +5,7 @@ import numpy as np
 
 from moe_jax.config.yaml_io import load_config
 from moe_jax.plan.memory import step_memory
-from tests.numbers.results_page import DAMAGED, EQUAL, PARTS_4, PEERS, WHOLE, WHOLE_4, faster
+from tests.numbers.results_page import DAMAGED, EQUAL, FOUR_BLOCKS, PARTS_4, PEERS, WHOLE, WHOLE_4, faster
 from tests.numbers.stored import hundreds, plan_text, within
 from tests.results import ROOT, result
 
@@ -250,9 +250,30 @@ table(
 )
 _by_memory = {
     next((each.partition("=")[2] for each in found["settings"] if "memory_percent" in each), "null"): found
-    for found in result("peer_shapes_v5p_2x2x2")["programs"].values()
-    if "schedule.bucket_cap_mb=256" in found["settings"]
+    for found in FOUR_BLOCKS
 }
+_steps = {
+    "-".join(name.partition(" ")[0].split("+")): found
+    for name, found in reversed(result("peer_shapes_v5p_2x2x2")["programs"].items())
+}
+table(
+    "compiled.md",
+    "| step | ms |",
+    {
+        row: _digits(
+            *(_steps[name][f"{what}_ms"] for what in ("step", "communication", "exposed")),
+            _steps[name]["temporary_gib"],
+            digits=1,
+        )
+        for row, name in (
+            ("DeepSeek-V2-Lite, plain, capacity", "fine-vanilla-capacity"),
+            ("the same, `unified`", "fine-unified2-capacity"),
+            ("DeepSeek-V2-Lite, `unified`, dropless", "fine-unified2-dropless"),
+            ("Mixtral, plain, capacity", "coarse-vanilla-capacity"),
+            ("the same in `unified`", "coarse-unified2-capacity"),
+        )
+    },
+)
 table(
     "memory.md",
     "| `schedule.memory_percent` |",
