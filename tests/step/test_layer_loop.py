@@ -148,10 +148,8 @@ def test_turns_pass_on_the_experts_that_other_devices_have_too(data, expert, car
 
 
 def passed_on(program: Jaxpr) -> Iterator[Any]:
-    """The arrays that turns of a program's loops pass on."""
+    """The arrays that turns of a program's loops pass on, or stack."""
     for eqn in program.eqns:
-        if eqn.primitive.name == "scan":
-            first = eqn.params["num_consts"]
-            yield from (var.aval for var in eqn.invars[first : first + eqn.params["num_carry"]])
         for inner in jaxprs_in_params(eqn.params):
+            yield from (var.aval for var in inner.outvars if eqn.primitive.name == "scan")
             yield from passed_on(inner)
