@@ -80,18 +80,17 @@ def _gradients_of_part(
     outside = {action.block for action in issued} - {NO_BLOCK}
     blocks: dict[int, Tree] = {}  # whole weights
     gathering = _gathering(params, context, blocks, tokens.input_Bn) if context.is_fully_sharded else None
-    own = {block: owned(params, model, block + 1, _slice) for block in outside}
-    if gathering is None:
-        blocks |= own
-    elif dims.shape.local_experts:
-        blocks |= {block: only_experts(weights) for block, weights in own.items() if "moe" in weights}
+    has_experts = gathering is None or dims.shape.local_experts  # before anything is gathered
+    if has_experts:
+        own = {block: owned(params, model, block + 1, _slice) for block in outside}
+        blocks |= own if gathering is None else {b: only_experts(w) for b, w in own.items() if "moe" in w}
     router_inputs = inputs.router_inputs(context)
     moe = [block for block, kind in enumerate(model.block_kinds) if kind == "moe"]
     placements = {} if slot_ME is None else {block: slot_ME[m] for m, block in enumerate(moe) if block in outside}
     consts = BlockConsts(blocks, router_inputs, placements, document_BN)
     tasks = Tasks(
         *(dims, None if gathering else params, consts, tokens),
-        stored=partial(_stored, params, model) if gathering is None or dims.shape.local_experts else None,
+        stored=partial(_stored, params, model) if has_experts else None,
         gathering=gathering,
         regathers=gathering is not None,
         mtp=inputs.mtp(context),
