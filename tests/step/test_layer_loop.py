@@ -12,8 +12,10 @@ import pytest
 from jax.extend.core import Jaxpr, jaxprs_in_params
 
 from moe_jax.config import ScheduleConfig
+from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.sharding import BATCH_SPEC
+from moe_jax.step.scheduled import layer_loop
 from moe_jax.step.scheduled.build import make_plan
 from moe_jax.step.scheduled.jaxpr_utils import communicates
 from moe_jax.step.scheduled.scan_residuals import ScanBody
@@ -145,6 +147,58 @@ def test_turns_pass_on_the_experts_that_other_devices_have_too(data, expert, car
     one_block = (8 // expert, 16, 12)
     found = [aval for aval in passed_on(program.jaxpr) if aval.shape == one_block]
     assert bool(found) == carried
+
+
+BFLOAT16 = (
+    "mesh.data=1 mesh.expert=2 schedule.policy=unified schedule.microbatches=2 train.compute_dtype=bfloat16 "
+    "model.num_layers=4 model.moe.moe_layer_freq=1 "
+)
+
+
+@pytest.mark.parametrize("zero", ["optimizer.zero=0", "optimizer.zero=3"])
+def test_a_turn_casts_each_expert_matrix_once(zero):
+    config = config_of_settings(BFLOAT16 + zero)
+    trainer = make_trainer(config, mesh_of(config))
+    batch = jax.ShapeDtypeStruct((config.train.batch_size, config.data.seq_len + 1), "int32")
+    program = jax.make_jaxpr(trainer.step)(*trainer.step_shapes(batch))
+    of_turns = [[*casts(turn)] for turn in turns(program.jaxpr)]
+    for shape, matrices in (((4, 16, 12), 2), ((4, 12, 16), 1)):
+        assert [found.count(shape) for found in of_turns if shape in found] == 2 * [matrices]  # forward, backward
+
+
+def turns(program: Jaxpr) -> Iterator[Jaxpr]:
+    """The bodies of a program's loops, but not of loops inside them."""
+    for eqn in program.eqns:
+        for inner in jaxprs_in_params(eqn.params):
+            yield from [inner] if eqn.primitive.name == "scan" else turns(inner)
+
+
+def casts(program: Jaxpr) -> Iterator[tuple[int, ...]]:
+    """The shapes of all arrays that are cast to bfloat16."""
+    for eqn in program.eqns:
+        if eqn.primitive.name == "convert_element_type" and eqn.outvars[0].aval.dtype == jnp.bfloat16:
+            yield eqn.outvars[0].aval.shape
+        for inner in jaxprs_in_params(eqn.params):
+            yield from casts(inner)
+
+
+@pytest.mark.usefixtures("exact")
+def test_casts_of_weights_change_no_gradient(monkeypatch):
+    """Those of a whole turn, on TPUs, and those inside products."""
+    of, cast = ComputeConfig.of, layer_loop.cast_for_products
+    monkeypatch.setattr(ComputeConfig, "of", lambda *given: dataclasses.replace(of(*given), platform="tpu"))
+    config, called = config_of_settings(BFLOAT16 + "exchange.algorithm=flat"), []
+    params, tokens = first_params(config.model), tokens_of(config)
+
+    def counted(*given: Any) -> Any:
+        called.append(given)
+        return cast(*given)
+
+    monkeypatch.setattr(layer_loop, "cast_for_products", counted)
+    once = sharded_gradients(config, params, tokens)
+    assert called
+    monkeypatch.setattr(layer_loop, "cast_for_products", lambda _, weights, __: weights)
+    chex.assert_trees_all_equal(once, sharded_gradients(config, params, tokens))
 
 
 def passed_on(program: Jaxpr) -> Iterator[Any]:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from moe_jax.config import ModelConfig
 from moe_jax.config.layer_layout import segments
 from moe_jax.models.dispatchers.ragged import Stored
+from moe_jax.parallel.gathered_params import ParamGather
 from moe_jax.parallel.ordering import depend_on_all
 from moe_jax.parallel.trees import OF_HEAD, Grads, Params, Tree
 from moe_jax.schedule.actions import NO_BLOCK
@@ -104,7 +105,7 @@ def _gradients_of_part(
     number, _ = scanned_blocks(context.config)
     stacked = Stacked(
         params["segments"][number],
-        context.block_gathers and context.block_gathers[number],
+        jax.tree.map(ParamGather.unstacked, context.gathers["segments"][number]),
         plan.shard_specs["segments"][number],
         None if earlier is None else earlier["segments"][number],
         router_inputs,

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from moe_jax.config.layer_layout import Segment
 from moe_jax.models.gates.inputs import RouterInputs
+from moe_jax.parallel.gathered_params import cast_for_products
 from moe_jax.parallel.trees import Tree
 from moe_jax.schedule.actions import Action, is_reduction
 from moe_jax.schedule.scanned import ScannedSchedule
@@ -44,8 +45,8 @@ class Stacked(NamedTuple):
     its period.
     """
 
-    params: Tree  # this device's shards, if there are `gathers`
-    gathers: Tree | None  # how those of one block are gathered; None: devices have them
+    params: Tree  # this device's shards with `optimizer.zero=3`
+    gathers: Tree  # how those of one block are gathered, and their types in products
     shard_specs: Tree  # how its parameters are sharded by ZeRO
     earlier: Tree | None  # gradients that are added to those of the iterations
     router_inputs: RouterInputs | None  # what gates read besides features, before block 0
@@ -80,11 +81,11 @@ class LayerScan:
         """The blocks of iteration 0, whose numbers all iterations use inside the scan."""
         return range(self.scan_blocks.first, self.scan_blocks.first + self.scan_blocks.size)
 
-    def _consts(self, iteration: int | jax.Array, whole: Whole | None = None, shift: int = 0) -> BlockConsts:
-        """Return the constants of an iteration. Its weights are `whole` if devices have shards of them; it then gathers
-        those of the iteration `shift` above or below it.
+    def _consts(self, iteration: int | jax.Array, x: jax.Array, whole: Whole | None, shift: int) -> BlockConsts:
+        """Return the constants of an iteration that begins with `x`. Its weights are `whole` if devices have shards of
+        them; it then gathers those of the iteration `shift` above or below it.
         """
-        own = {block: self.layout.take(self.params, iteration, block) for block in self._blocks}
+        own = {block: self._for_products(block, iteration, x) for block in self._blocks}
         weights = own if whole is None else self._with_local(whole, own)
         shards = None
         if whole is not None:
@@ -96,11 +97,16 @@ class LayerScan:
         router_inputs = self.router_inputs and self.router_inputs.above(iteration * self.scan_blocks.size)
         return BlockConsts(weights, router_inputs, placements, self.document_BN, shards)
 
+    def _for_products(self, block: int, iteration: int | jax.Array, x: jax.Array) -> Tree:
+        """Return the stored weights of a block as products read them."""
+        weights = self.layout.take(self.params, iteration, block)
+        return cast_for_products(self.gathers[self.layout.place(0, block)[1]], weights, x)
+
     def _gathering(self, consts: BlockConsts, shift: int) -> ParamGathering | None:
         """Return what gathers the weights of another iteration's blocks, named like those of the next one, or in
         the backward pass (`shift` -1) like this iteration's own.
         """
-        if self.gathers is None or consts.shards is None:
+        if consts.shards is None:
             return None
         named = max(shift, 0) * self.scan_blocks.size
         place = {block: self.layout.place(0, block)[1] for block in self._blocks}
@@ -159,7 +165,7 @@ class LayerScan:
 
         x = [self.tasks.x[r] for r in self.microbatches]
         whole = self._whole(0)
-        consts = jax.eval_shape(lambda: self._consts(0, whole, 1))
+        consts = jax.eval_shape(lambda: self._consts(0, x[0], whole, 1))
         self.body = ScanBody(run_forward, jax.eval_shape(lambda: x), consts)
 
         offload = self.tasks.dims.config.schedule.offload_activations
@@ -167,7 +173,7 @@ class LayerScan:
 
         def step(carry: _Forward, number: jax.Array) -> tuple[_Forward, Tree]:
             x, whole, before = carry
-            x, (of_blocks, end, whole), values = self.body(x, self._consts(number, whole, 1))
+            x, (of_blocks, end, whole), values = self.body(x, self._consts(number, x[0], whole, 1))
             stacked, waiting = self.saved.store(values, before)
             return (x, whole, waiting), (of_blocks, end, stacked)
 
@@ -204,7 +210,7 @@ class LayerScan:
         highest = self.scan_blocks.count - 1
         self.gradients = LoopGradients(
             *(self.layout, self.shard_specs, self.params, self.scan_blocks.count if self.scanned.reduction_body else 1),
-            sharded=self.gathers is not None,
+            sharded=self.tasks.gathering is not None,
         )
         for block in self._blocks:
             self.gradients.put(highest, block, self.sums.own(block + highest * self.scan_blocks.size + 1))
@@ -213,7 +219,7 @@ class LayerScan:
 
         def step(carry: _Backward, number: jax.Array) -> tuple[_Backward, Tree]:
             dx, self.gradients.state, whole, fetched = carry
-            consts = self._consts(number, whole, -1)
+            consts = self._consts(number, dx[0], whole, -1)
             tasks = Tasks(self.tasks.dims, None, BlockConsts(consts.blocks), gathering=self._gathering(consts, -1))
             self._restore(tasks, self.saved.values(number, fetched), consts)
             fetched = self.saved.fetch(number - 1)
@@ -240,7 +246,7 @@ class LayerScan:
         self.tasks.order.out_of_loop(ends)
         self.tasks.dx = dict(zip(self.microbatches, dx, strict=True))
         self.tasks.blocks |= self._with_local(whole or {}, self.tasks.blocks)
-        self._restore(self.tasks, self.saved.values(0, fetched), self._consts(0, whole, -1))
+        self._restore(self.tasks, self.saved.values(0, fetched), self._consts(0, dx[0], whole, -1))
         for r in reversed(self.microbatches):
             self.tasks.add_combine_to_residual_back(r, self.scan_blocks.first + self.scan_blocks.size)
         if late:
