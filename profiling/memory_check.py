@@ -90,11 +90,17 @@ _CASES = [
     ("deep", (2, 4, 1), 8, 512, PLAIN, "optimizer.zero=2 train.grad_accumulation=2"),
     ("deep", (2, 4, 1), 8, 512, _UNIFIED + "microbatches=2", "optimizer.zero=2 train.grad_accumulation=2"),
     ("gelu", (1, 4, 1), 4, 1024, PLAIN + "remat=full"),
+    ("deep", (2, 4, 1), 4, 512, PLAIN + "remat=full", "optimizer.zero=3"),
+    ("deep", (2, 4, 1), 4, 512, _UNIFIED + "microbatches=2", "optimizer.zero=3"),
+    # most is recomputed: hidden values of experts
+    ("wide", (1, 8, 1), 8, 2048, PLAIN + "remat=full", "train.loss_chunk=2048"),
+    ("wide", (1, 8, 1), 8, 2048, _UNIFIED + "microbatches=2 remat=full", "train.loss_chunk=2048"),
+    ("wide", (1, 8, 1), 8, 2048, _UNIFIED + "microbatches=4 remat=full", "train.loss_chunk=2048"),
 ]
 _TPU_CASES = [
-    ("coarse", (1, 4, 1), 2, 2048, PLAIN, "train.attention_kernel=splash"),
-    ("mixed", (1, 4, 1), 2, 2048, PLAIN + "remat=full", "train.attention_kernel=splash"),
-    ("fine", (1, 4, 1), 2, 2048, _UNIFIED + "microbatches=2", "train.attention_kernel=splash"),
+    ("coarse", (1, 4, 1), 2, 2048, PLAIN),
+    ("mixed", (1, 4, 1), 2, 2048, PLAIN + "remat=full"),
+    ("fine", (1, 4, 1), 2, 2048, _UNIFIED + "microbatches=2"),
 ]
 
 
@@ -137,8 +143,6 @@ def check(kind: str, only: str) -> dict[str, Any]:
         name, settings, devices = case_of(case)
         if only not in name and name not in found:
             continue
-        if on_tpu and "splash" not in name:  # these were compiled before there was another kernel for TPUs
-            settings.append("train.attention_kernel=xla")
         target = find_target(f"{kind}:{_LAYOUTS[kind][devices]}")
         if name not in found:
             check_compiler(target)

@@ -152,8 +152,8 @@ MUTATIONS = (
     Mutation(
         "head_learns_from_last_chunk",
         "models/head.py",
-        "d_head = jax.tree.map(jnp.add, d_head, head.gradients(h_cD, d_logit_cV))",
-        "d_head = head.gradients(h_cD, d_logit_cV)",
+        "return jax.tree.map(jnp.add, so_far, sums), dh_cD",
+        "return (jax.tree.map(jnp.add, so_far[0], sums[0]), sums[1]), dh_cD",
         "the head learns from the last chunk of tokens alone",
         ["tests/models/test_head.py"],
     ),

@@ -233,19 +233,24 @@ def _logit_gradients(
 def _forward(form: LossForm, h_KcD: jax.Array, head: Head, target_Kc: jax.Array) -> tuple[HeadLoss, _Gradients]:
     stored, head = head, head._replace(matrix_DV=head.matrix_DV.astype(h_KcD.dtype))
 
-    def add_chunk(
-        sums: tuple[LossTerms, Head], chunk: tuple[jax.Array, jax.Array]
-    ) -> tuple[tuple[LossTerms, Head], jax.Array]:
-        (terms, d_head), (h_cD, target_c) = sums, chunk
+    def of_chunk(h_cD: jax.Array, target_c: jax.Array) -> tuple[tuple[LossTerms, Head], jax.Array]:
         target_c, source_c = _decoded(target_c, form)
         loss_c, lse_c, exp_cV, sum_c = _losses(head.logits(h_cD), target_c, form)
         d_logit_cV = _logit_gradients(exp_cV, sum_c, lse_c, target_c, form).astype(h_cD.dtype)
-        terms = jax.tree.map(jnp.add, terms, _sums(loss_c, lse_c, source_c, form))
-        d_head = jax.tree.map(jnp.add, d_head, head.gradients(h_cD, d_logit_cV))
-        return (terms, d_head), d_logit_cV @ head.matrix_DV.T
+        sums = _sums(loss_c, lse_c, source_c, form), head.gradients(h_cD, d_logit_cV)
+        return sums, d_logit_cV @ head.matrix_DV.T
 
-    initial = no_loss(form), jax.tree.map(lambda own: jnp.zeros(own.shape, jnp.float32), head)
-    (terms, d_head), dh_KcD = jax.lax.scan(add_chunk, initial, (h_KcD, target_Kc))
+    def add_chunk(
+        so_far: tuple[LossTerms, Head], chunk: tuple[jax.Array, jax.Array]
+    ) -> tuple[tuple[LossTerms, Head], jax.Array]:
+        sums, dh_cD = of_chunk(*chunk)
+        return jax.tree.map(jnp.add, so_far, sums), dh_cD
+
+    # The first chunk, instead of zeros: XLA:TPU would allocate these when a step begins. With a barrier, or its logits'
+    # gradient would wait in memory for one of the two products that read it.
+    first, dh_first_cD = jax.lax.optimization_barrier(of_chunk(h_KcD[0], target_Kc[0]))
+    (terms, d_head), dh_KcD = jax.lax.scan(add_chunk, first, (h_KcD[1:], target_Kc[1:]))
+    dh_KcD = jnp.concatenate([dh_first_cD[None], dh_KcD])
     return _total(terms, form), (dh_KcD, jax.tree.map(lambda d, own: d.astype(own.dtype), d_head, stored))
 
 

@@ -21,7 +21,6 @@ from jaxtyping import Array, Num
 from moe_jax.parallel.byte_numbers import PARTS, from_byte_numbers, to_byte_numbers
 from moe_jax.parallel.eight_bits import count_bytes, from_bytes, to_bytes
 from moe_jax.parallel.mesh import Axis
-from moe_jax.parallel.ordering import depend_on
 from moe_jax.parallel.sharding import Dims, is_matrix, map_dims
 from moe_jax.parallel.trees import Gathers, ParamDims, ShardSpecs, Tree
 from moe_jax.parallel.zero import ShardSpec, all_gather_in_order, ranks_of
@@ -148,18 +147,17 @@ def gathers_of(
     return found
 
 
-def cast_for_products(gathers: Tree, weights: Tree, after: jax.Array) -> Tree:
+def cast_for_products(gathers: Tree, weights: Tree) -> Tree:
     """Return the whole weights of a block in the types in which products read them.
 
-    On TPUs each matrix is cast once, as soon as `after` exists and not before: XLA would cast it inside every product,
-    again for each tile that reads it.
+    On TPUs each matrix is cast once: XLA would cast it inside every product, again for each tile that reads it.
     """
 
     def cast(own: ParamGather, leaf: jax.Array) -> jax.Array:
         if own.platform != "tpu" or leaf.dtype == own.dtype:
             return leaf.astype(own.dtype)
         # as bits: in a loop over blocks, XLA would cast those of all blocks before the loop
-        bits = depend_on(jax.lax.bitcast_convert_type(leaf, jnp.uint32), after, own.platform)
+        bits = jax.lax.optimization_barrier(jax.lax.bitcast_convert_type(leaf, jnp.uint32))
         return jax.lax.optimization_barrier(jax.lax.bitcast_convert_type(bits, leaf.dtype).astype(own.dtype))
 
     return jax.tree.map(cast, gathers, weights)

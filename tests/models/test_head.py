@@ -119,7 +119,7 @@ def test_operands_of_half_precision_stay_so():
         step = jax.jit(jax.grad(loss_of(MODEL, loss_chunk), argnums=(0, 1), has_aux=True))
         text = step.lower(params, jnp.bfloat16(x_BnD), target_Bn).as_text()
         products = [line for line in text.splitlines() if "dot_general" in line]
-        assert len(products) == 3
+        assert len(products) == (3 if loss_chunk is None else 6)  # the first chunk has its own
         assert all("algorithm" in line or line.count("bf16") == 3 for line in products)
 
 

@@ -197,7 +197,7 @@ def test_casts_of_weights_change_no_gradient(monkeypatch):
     monkeypatch.setattr(layer_loop, "cast_for_products", counted)
     once = sharded_gradients(config, params, tokens)
     assert called
-    monkeypatch.setattr(layer_loop, "cast_for_products", lambda _, weights, __: weights)
+    monkeypatch.setattr(layer_loop, "cast_for_products", lambda _, weights: weights)
     chex.assert_trees_all_equal(once, sharded_gradients(config, params, tokens))
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from moe_jax.config.layer_layout import Segment
 from moe_jax.models.gates.inputs import RouterInputs
 from moe_jax.parallel.gathered_params import cast_for_products
+from moe_jax.parallel.ordering import depend_on
 from moe_jax.parallel.trees import Tree
 from moe_jax.schedule.actions import Action, is_reduction
 from moe_jax.schedule.scanned import ScannedSchedule
@@ -98,9 +99,14 @@ class LayerScan:
         return BlockConsts(weights, router_inputs, placements, self.document_BN, shards)
 
     def _for_products(self, block: int, iteration: int | jax.Array, x: jax.Array) -> Tree:
-        """Return the stored weights of a block as products read them."""
-        weights = self.layout.take(self.params, iteration, block)
-        return cast_for_products(self.gathers[self.layout.place(0, block)[1]], weights, x)
+        """Return the stored weights of a block as products read them.
+
+        On TPUs no earlier than `x`: outside of loops XLA would copy them when the step begins.
+        """
+        platform = self.tasks.dims.compute.platform
+        number = depend_on(jnp.int32(iteration), x, platform) if platform == "tpu" else iteration
+        weights = self.layout.take(self.params, number, block)
+        return cast_for_products(self.gathers[self.layout.place(0, block)[1]], weights)
 
     def _gathering(self, consts: BlockConsts, shift: int) -> ParamGathering | None:
         """Return what gathers the weights of another iteration's blocks, named like those of the next one, or in
