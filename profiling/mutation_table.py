@@ -802,6 +802,22 @@ MUTATIONS = (
         ["tests/step/test_trainer.py"],
     ),
     Mutation(
+        "gradients_of_the_last_chunk",
+        "models/head.py",
+        "jax.lax.optimization_barrier(of_chunk(h_KcD[0], target_Kc[0]))",
+        "jax.lax.optimization_barrier(of_chunk(h_KcD[-1], target_Kc[-1]))",
+        "the loss of a chunk of tokens counts twice, that of another one not at all",
+        ["tests/models/test_head.py"],
+    ),
+    Mutation(
+        "casts_in_products",
+        "step/scheduled/layer_loop.py",
+        "return cast_for_products(self.gathers[self.layout.place(0, block)[1]], weights)",
+        "return weights",
+        "a loop over blocks casts its weights in every product that reads them",
+        ["tests/step/test_layer_loop.py", "-k", "casts"],
+    ),
+    Mutation(
         "shares_of_the_lowest_turn",
         "step/scheduled/layer_loop.py",
         "place = below + iteration * len(self.moe) + self.moe.index(block)",

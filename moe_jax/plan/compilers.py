@@ -15,12 +15,16 @@ class Compiler(NamedTuple):
     transposed_heads: bool  # queries, keys and values of all blocks are copied to another layout before backward
     flat_copies: int  # of the head's gradient if a schedule sums it as a flat vector
     overflow_copies: int  # of the buffer for rows beyond a ragged exchange's lanes, per microbatch
+    row_copies: int  # of the experts' rows in the backward pass of what was recomputed
     own_gradients: bool  # also without a loop, a block's gradients and casts have buffers besides those of all blocks
     stacks_first: bool  # gradients of all blocks are allocated before the blocks above a loop run backward
     exchange_targets: bool  # what a block's exchanges fill exists at once, in a loop's backward pass (ZeRO 0 to 2)
     gaps: float  # ratio of allocated temporaries to those in use at once, in a plain step
     scheduled_gaps: float  # the same in a scheduled step
     pipelined_bytes: int  # counted with a pipelined step's temporaries
+    casts_of_blocks: (
+        bool  # weights of all blocks are cast once, outside of a plain step's loops (ZeRO 0 to 2, with remat)
+    )
     casts_of_parts: bool  # weights of all blocks are cast once, outside of the loop over parts of a batch
     casts_of_shards: bool  # shards of all blocks are cast once, outside of the loop over blocks (ZeRO 3)
     sums_after_parts: bool  # autodiff's sums of each part are moved after that loop (ZeRO 2)
@@ -37,12 +41,14 @@ _GPU = Compiler(
     transposed_heads=True,
     flat_copies=0,  # the same bytes
     overflow_copies=3,
+    row_copies=3,
     own_gradients=False,
     stacks_first=False,
     exchange_targets=False,
     gaps=1.0,
     scheduled_gaps=1.0,
     pipelined_bytes=0,
+    casts_of_blocks=False,
     casts_of_parts=False,
     casts_of_shards=False,
     sums_after_parts=False,
@@ -53,17 +59,19 @@ _GPU = Compiler(
 )
 _TPU = Compiler(
     pair_bytes=9,
-    logit_gradients=False,
+    logit_gradients=True,
     recasts_head=False,
     transposed_heads=False,
     flat_copies=1,  # arrays are stored in tiles, vectors are not
     overflow_copies=3,
+    row_copies=1,
     own_gradients=True,
     stacks_first=True,
     exchange_targets=True,
     gaps=1.02,
     scheduled_gaps=1.03,
     pipelined_bytes=2**27,  # by `memory_analysis()`, which counts gaps twice (`measure/temporaries.py`)
+    casts_of_blocks=True,
     casts_of_parts=True,
     casts_of_shards=True,
     sums_after_parts=True,

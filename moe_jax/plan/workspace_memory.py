@@ -29,18 +29,21 @@ def working_bytes(
         of_recurrent = sizes.tokens / sizes.tensor * recurrent_layer(model).working_bytes()
         squares = max(squares, of_recurrent) if share < 1 else of_recurrent
     hidden = rows.computed * model.moe.intermediate_size / sizes.expert_tensor
-    flowing = (1 if mode == "fused" else 4) * item * (rows.sent * model.hidden_size + hidden)
     if mode in ("dots", "full"):
         blocks = period_of(config) if config.step_facts.remat_unit == "period" else 1
-        of_kind = {kind: stored_bytes(sizes, model, kind, "all", "task") for kind in set(model.block_kinds)}
+        # XLA fuses what is recomputed with what reads it
+        of_kind = {kind: stored_bytes(sizes, model, kind, "fused", "task") for kind in set(model.block_kinds)}
         kinds = model.block_kinds[-blocks:]
         again = sum(of_kind[kind] for kind in kinds)
-        again -= 0 if sizes.tile else len(kinds) * sizes.pairs * item  # quotients are recomputed
         # the experts' backward pass has all recomputed values in memory, attention's no longer has those of experts
-        of_rows = item * (model.hidden_size * (rows.sent + rows.computed) + 6 * hidden) if "moe" in kinds else 0
+        of_rows = item * (model.hidden_size * (rows.sent + rows.computed) + 3 * hidden) if "moe" in kinds else 0
+        mean_rows = (rows.sent + rows.computed) / 2
+        flowing = item * (compiler.row_copies * mean_rows * model.hidden_size + hidden)
         total = max(again + flowing, again - of_rows - 4 * sizes.pairs + squares + item * sizes.pairs)
-        total = total / sizes.microbatches + item * in_block * blocks
+        has_casts_of_all = compiler.casts_of_blocks and not config.step_facts.orders_tasks and config.optimizer.zero < 3
+        total = total / sizes.microbatches + item * in_block * (model.num_blocks if has_casts_of_all else blocks)
     else:
+        flowing = (1 if mode == "fused" else 4) * item * (rows.sent * model.hidden_size + hidden)
         total = max(squares, flowing) / sizes.microbatches
     if rows.ragged:
         total += (
