@@ -27,6 +27,7 @@ class Compiler(NamedTuple):
     )
     casts_of_parts: bool  # weights of all blocks are cast once, outside of the loop over parts of a batch
     casts_of_shards: bool  # shards of all blocks are cast once, outside of the loop over blocks (ZeRO 3)
+    transposes_of_shards: bool  # those of all experts are transposed once, before the loop over blocks (ZeRO 3)
     sums_after_parts: bool  # autodiff's sums of each part are moved after that loop (ZeRO 2)
     scatters_rows: bool  # an array is laid out rank by rank before its sum is scattered
     parts_apart: bool  # whole gradients of earlier parts and those of the last one have separate buffers (ZeRO 0 and 1)
@@ -51,6 +52,7 @@ _GPU = Compiler(
     casts_of_blocks=False,
     casts_of_parts=False,
     casts_of_shards=False,
+    transposes_of_shards=True,
     sums_after_parts=False,
     scatters_rows=True,
     parts_apart=True,
@@ -74,6 +76,7 @@ _TPU = Compiler(
     casts_of_blocks=True,
     casts_of_parts=True,
     casts_of_shards=True,
+    transposes_of_shards=False,
     sums_after_parts=True,
     scatters_rows=False,
     parts_apart=False,

@@ -41,7 +41,7 @@ from moe_jax.plan.gradients import ITEM_BYTES, own_parameters
 from moe_jax.plan.hot_experts import copies_bytes, stored_copies_bytes
 from moe_jax.plan.memory_parts import TEMPORARIES, Moment, StepMemory, moments_of, update_bytes
 from moe_jax.plan.offload import stored_activations
-from moe_jax.plan.param_gathers import gathered_parameter_bytes, shard_cast_bytes
+from moe_jax.plan.param_gathers import gathered_parameter_bytes, shard_cast_bytes, shard_transposes_bytes
 from moe_jax.plan.pipelined_memory import pipelined_memory
 from moe_jax.plan.recurrent import recurrent_share
 from moe_jax.plan.resources import (
@@ -141,6 +141,7 @@ def step_memory(
     above = _above_loop(config, sizes, mode)
     gathered, own = gathered_parameter_bytes(config, mesh), own_parameters(owned_parameters(model), config, mesh)
     gathered += shard_cast_bytes(config, mesh) if compiler.casts_of_shards else 0
+    gathered += shard_transposes_bytes(config, mesh) if compiler.transposes_of_shards else 0
     gradients = gradient_memory(config, platform, mesh, count)
     flat = compiler.flat_copies if facts.orders_sums and math.prod(mesh.values()) > 1 else 0
     head_gradient = (sizes.item if is_fused(config, platform) and not facts.orders_sums else 4) * matrix

@@ -70,6 +70,21 @@ def shard_cast_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     return ITEM_BYTES[dtype] * sum(count * own(owned) for owned, count in owned_parameters(model).blocks)
 
 
+def shard_transposes_bytes(config: Config, mesh: Mapping[str, int]) -> float:
+    """Bytes of float32 copies of this device's shards of all experts; 0 if it has one or all experts of each block.
+
+    XLA:GPU transposes them once, before its loop over blocks, so that what is gathered of a matrix is contiguous.
+    """
+    local_experts = config.model.moe.num_experts // config.mesh.expert_ranks(mesh)
+    if config.param_gather == "none" or local_experts == config.model.moe.num_experts or local_experts == 1:
+        return 0.0
+    shards, found = parts_of(config, mesh), 0.0
+    for owned, blocks in owned_parameters(config.model).blocks:
+        experts = params_by_group(Owned(expert=owned.expert, expert_whole=owned.expert_whole), config, mesh)
+        found += 4 * blocks * sum(count / shards[group] for group, count in experts.items() if shards[group] > 1)
+    return found
+
+
 def whole_gathers(owned: Owned, config: Config, mesh: Mapping[str, int]) -> Mapping[DeviceGroup, float]:
     """Bytes of an owner's parameters on a device if all are gathered at once, by the devices that have the same ones:
     updated ones in float32, and with pipeline stages and sharded parameters those of the step, as in `param_gathers`.

@@ -87,9 +87,11 @@ def iteration_bytes(config: Config, sizes: DeviceSizes, compiler: Compiler, mesh
 def exchange_target_bytes(config: Config, sizes: DeviceSizes, compiler: Compiler) -> float:
     """Bytes that the exchanges of a block's backward pass in a loop fill, where they exist at once.
 
-    They are a buffer of rows that leave for other devices, and three of those that come.
+    They are a buffer of rows that leave for other devices, and three of those that come. XLA:GPU has them if tasks are
+    recomputed.
     """
-    rows, at_once = sizes.rows, compiler.exchange_targets and config.optimizer.zero < 3
+    is_recomputed = config.schedule.remat in ("dots", "full")
+    rows, at_once = sizes.rows, (compiler.exchange_targets or is_recomputed) and config.optimizer.zero < 3
     if not at_once or not rows.ragged or ScannedBlocks.of_config(config) is None:
         return 0.0
     return sizes.item * config.model.hidden_size * (3 * rows.computed + rows.sent)

@@ -279,7 +279,7 @@ table(
     {
         row: f"{given} {found['temporary_gib']:.2f} "
         + _digits(found["step_ms"], found["communication_ms"], found["exposed_ms"], digits=1)
-        for row, given in (("null", "95"), ("12", "12"))
+        for row, given in (("null", "95"), ("11", "11"))
         for found in (_by_memory[row],)
     },
 )

@@ -207,7 +207,7 @@ def _range(over: str) -> str:
 
 _ring_ranks = [ranks for name, ranks in _long.items() if name in ("ranks_2", "ranks_4", "ranks_8")]
 PREDICTED = {
-    "memory of 34 steps": (
+    "memory of 39 steps": (
         f"{len(_h100['cases'])} 4 64 {len(_v5p_memory['cases'])} "
         f"{hundreds(_h100['median_absolute_error'])} {hundreds(_v5p_memory['median_absolute_error'])} "
         f"{hundreds(-min(_h100['lowest_error'], _v5p_memory['lowest_error']))} "
