@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 from moe_jax.config import Config, ModelConfig
-from moe_jax.plan.activation_memory import DeviceSizes, Mode, stored_bytes
+from moe_jax.plan.activation_memory import DeviceSizes, Mode, longest_loop, stored_bytes
 from moe_jax.plan.compilers import Compiler
 from moe_jax.plan.recurrent import recurrent_layer, recurrent_share
 from moe_jax.plan.resources import count_parameters
@@ -28,23 +28,11 @@ def working_bytes(
     if share := recurrent_share(model):  # blocks of different kinds are not at work at the same time
         of_recurrent = sizes.tokens / sizes.tensor * recurrent_layer(model).working_bytes()
         squares = max(squares, of_recurrent) if share < 1 else of_recurrent
-    hidden = rows.computed * model.moe.intermediate_size / sizes.expert_tensor
     if mode in ("dots", "full"):
-        blocks = period_of(config) if config.step_facts.remat_unit == "period" else 1
-        # XLA fuses what is recomputed with what reads it
-        of_kind = {kind: stored_bytes(sizes, model, kind, "fused", "task") for kind in set(model.block_kinds)}
-        kinds = model.block_kinds[-blocks:]
-        again = sum(of_kind[kind] for kind in kinds)
-        # the experts' backward pass has all recomputed values in memory, attention's no longer has those of experts
-        of_rows = item * (model.hidden_size * (rows.sent + rows.computed) + 3 * hidden) if "moe" in kinds else 0
-        mean_rows = (rows.sent + rows.computed) / 2
-        flowing = item * (compiler.row_copies * mean_rows * model.hidden_size + hidden)
-        total = max(again + flowing, again - of_rows - 4 * sizes.pairs + squares + item * sizes.pairs)
-        has_casts_of_all = compiler.casts_of_blocks and not config.step_facts.orders_tasks and config.optimizer.zero < 3
-        total = total / sizes.microbatches + item * in_block * (model.num_blocks if has_casts_of_all else blocks)
+        total = _recomputed_bytes(config, sizes, compiler, in_block, squares)
     else:
-        flowing = (1 if mode == "fused" else 4) * item * (rows.sent * model.hidden_size + hidden)
-        total = max(squares, flowing) / sizes.microbatches
+        flowing = item * (rows.sent * model.hidden_size + _hidden_values(sizes, model))
+        total = max(squares, (1 if mode == "fused" else 4) * flowing) / sizes.microbatches
     if rows.ragged:
         total += (
             item * model.hidden_size * (compiler.overflow_copies * sizes.microbatches * rows.overflow + 2 * rows.sent)
@@ -53,6 +41,34 @@ def working_bytes(
         heads = sizes.tokens * (sizes.heads * model.qk_width + sizes.kv_heads * (model.qk_width + model.v_width))
         total += item * heads * transposed
     return total
+
+
+def _hidden_values(sizes: DeviceSizes, model: ModelConfig) -> float:
+    """Numbers in a hidden layer of a block's routed experts."""
+    return sizes.rows.computed * model.moe.intermediate_size / sizes.expert_tensor
+
+
+def _recomputed_bytes(config: Config, sizes: DeviceSizes, compiler: Compiler, in_block: float, squares: float) -> float:
+    """Bytes of the backward pass of what `schedule.remat` recomputes at once; a block has `in_block` parameters.
+
+    In a loop over blocks XLA fuses what is recomputed with what reads it. The experts' backward pass has all recomputed
+    values in memory, attention's no longer has those of experts.
+    """
+    model, rows, item, hidden = config.model, sizes.rows, sizes.item, _hidden_values(sizes, config.model)
+    blocks = period_of(config) if config.step_facts.remat_unit == "period" else 1
+    kinds = model.block_kinds[-blocks:]
+    mean_rows = (rows.sent + rows.computed) / 2
+    if config.schedule.unroll < longest_loop(config):
+        again = sum(stored_bytes(sizes, model, kind, "fused", "task") for kind in kinds)
+        flowing, kept_hidden = item * (compiler.row_copies * mean_rows * model.hidden_size + hidden), 3
+    else:
+        again = sum(stored_bytes(sizes, model, kind, "all", "task") for kind in kinds)
+        again -= 0 if sizes.tile else len(kinds) * sizes.pairs * item  # quotients are recomputed
+        flowing, kept_hidden = 4 * item * (rows.sent * model.hidden_size + hidden), 6
+    of_rows = item * (2 * mean_rows * model.hidden_size + kept_hidden * hidden) if "moe" in kinds else 0
+    total = max(again + flowing, again - of_rows - 4 * sizes.pairs + squares + item * sizes.pairs)
+    casts_all = compiler.casts_of_blocks and not config.step_facts.orders_tasks and config.optimizer.zero < 3
+    return total / sizes.microbatches + item * in_block * (model.num_blocks if casts_all else blocks)
 
 
 def _linear_bytes(sizes: DeviceSizes, model: ModelConfig) -> float:
