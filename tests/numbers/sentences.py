@@ -101,9 +101,9 @@ def _fully_sharded_plans() -> list[Piece]:
         [each[meshes]["0 to 3"]["tokens_per_s"] / each[meshes]["0 to 2"]["tokens_per_s"] for each in plans]
         for meshes in ("any", "no pipeline stages")
     )
-    assert sorted(any_mesh)[:-1] == [1.0] * (len(any_mesh) - 1), "all plans but one are the same"
+    *others, most = sorted(any_mesh)
     return [
-        ("fully_sharded.md", f"one of the four: {max(any_mesh):.2f} × the tokens/s"),
+        ("fully_sharded.md", f"with stages: {most:.2f} × the tokens/s in one of the four, {max(others):.3f} × at most"),
         ("fully_sharded.md", f"{min(no_stages):.2f} to {max(no_stages):.2f} × the tokens/s"),
     ]
 
