@@ -3,8 +3,8 @@
 Compiles training steps of four blocks with the widths of DeepSeek-V2-Lite (`fine`, the first block dense) and of
 Mixtral 8x7B (`coarse`), 4 sequences of 4,096 tokens per chip, experts sharded over all chips, ahead of time and without
 the hardware: plain (`vanilla`) and `unified` in 2 and 4 microbatches, with a capacity factor of 1.25 and without a
-capacity. Reads off the scheduled programs the step, all communication, what of it is exposed, temporary
-memory, and the CPU seconds of compilation. Target: v5p:2x2x2.
+capacity. Reads off the scheduled programs the step, all communication, what of it is exposed, the kernels of attention,
+temporary memory, and the CPU seconds of compilation. Target: v5p:2x2x2.
 
 Writes results/peer_shapes_TARGET.json after each program, and keeps the results of others and of other settings on the
 command line. Other load on the machine makes a compilation take more CPU seconds, so of a program that was compiled
@@ -58,6 +58,7 @@ def account(name: str, target: Target, overrides: list[str]) -> dict[str, Any]:
         "communication_ms": rounded(1e3 * result.communication_s),
         "exposed_ms": rounded(1e3 * result.exposed_s),
         "exposed": _exposed(result),
+        "attention_ms": rounded(1e3 * sum(each.seconds for each in result.compute if "splash" in each.op_name)),
         "temporary_gib": rounded(outcome.temporary_bytes / 2**30),
         "argument_gib": rounded(outcome.argument_bytes / 2**30),
         "compile_cpu_s": rounded(_seconds_of_children() - before),

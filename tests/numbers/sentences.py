@@ -108,6 +108,13 @@ def _fully_sharded_plans() -> list[Piece]:
     ]
 
 
+def _peer_shapes() -> list[Piece]:
+    programs = result("peer_shapes_v5p_2x2x2")["programs"].values()
+    fine, coarse = (each["attention_ms"] for each in programs if "attention_ms" in each)
+    text = f"take {fine} ms of DeepSeek-V2-Lite's `unified` step with a capacity, and {coarse} ms of Mixtral's"
+    return [("compiled.md", text)]
+
+
 def _offloaded() -> list[Piece]:
     gpu, tpu = (result(f"offload_{target}")["moments"]["host"]["copies"] for target in ("h100_1x1x8", "v5p_2x2x2"))
     whole, some = gpu["copy-start"], gpu["fusion-start"]
@@ -323,6 +330,7 @@ SENTENCES = [
     *_fully_sharded(),
     *_fully_sharded_box(),
     *_fully_sharded_plans(),
+    *_peer_shapes(),
     *_offloaded(),
     *_pipelines(),
     *_plans(),
