@@ -22,9 +22,7 @@ class Compiler(NamedTuple):
     gaps: float  # ratio of allocated temporaries to those in use at once, in a plain step
     scheduled_gaps: float  # the same in a scheduled step
     pipelined_bytes: int  # counted with a pipelined step's temporaries
-    casts_of_blocks: (
-        bool  # weights of all blocks are cast once, outside of a plain step's loops (ZeRO 0 to 2, with remat)
-    )
+    casts_of_blocks: bool  # a plain step with remat casts the weights of all blocks before its loops (ZeRO 0 to 2)
     casts_of_parts: bool  # weights of all blocks are cast once, outside of the loop over parts of a batch
     casts_of_shards: bool  # shards of all blocks are cast once, outside of the loop over blocks (ZeRO 3)
     transposes_of_shards: bool  # those of all experts are transposed once, before the loop over blocks (ZeRO 3)
