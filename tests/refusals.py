@@ -173,6 +173,11 @@ REFUSED = {
     "train.steps=4 log.trace_step=5": (
         "log.trace_step=5 is never reached with train.steps=4: use 5 steps or more, or null"
     ),
+    "schedule.profile_steps=3 model.moe.capacity_schedule=[[5,1.5]]": (
+        "schedule.profile_steps=3 measures one program, and model.moe.capacity_schedule changes it: use "
+        "schedule.profile_steps=0, or drop the other"
+    ),
+    "schedule.profile_steps=101": "schedule.profile_steps=101 must be at most 100",
     "log.wandb_project=": "log.wandb_project is empty: name a project, or null",
     "log.goodput_job=": "log.goodput_job is empty: name a job, or null",
     "train.grouped_product=blocks+pallas": (

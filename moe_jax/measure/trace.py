@@ -81,13 +81,18 @@ def read_trace(folder: Path, program: str) -> list[TracedOperation]:
     return sorted(operations, key=lambda operation: operation.start_s)
 
 
+def first_device(operations: Sequence[TracedOperation]) -> str:
+    """Return the name of the first device that ran any of the operations."""
+    return min({operation.device for operation in operations}, key=lambda name: (len(name), name))
+
+
 def of_one_device(
     operations: Sequence[TracedOperation], program: HloModule, schedule: Schedule | None
 ) -> list[TracedOperation]:
     """Return the operations of the first device, without loops and calls; tasks in loops over blocks get the schedule's
     names. A plain step has none.
     """
-    device = min((operation.device for operation in operations), key=lambda name: (len(name), name))
+    device = first_device(operations)
     lines = program.by_name
     own = [operation for operation in operations if operation.device == device]
     own = [each for each in own if not (each.name in lines and lines[each.name].is_control)]

@@ -76,6 +76,7 @@ def compile_step(job: Job) -> tuple[str, Outcome]:
         fingerprint=program.fingerprint,
         exchanges_inside_nodes=compute.exchanges_inside_nodes,
         untimed_product=compute.grouped_product if is_timed(config, mesh) else None,
+        profile_steps=config.schedule.profile_steps if target.platform == "gpu" else 0,
     )
 
 

@@ -54,6 +54,7 @@ class Outcome:
     fingerprint: str | None = None  # the same as in a run's provenance.json
     exchanges_inside_nodes: bool = False  # of several nodes of GPUs: sums and gathers have other links
     untimed_product: str | None = None  # the assumed train.grouped_product, if a run would choose it by timing
+    profile_steps: int = 0  # of a run on GPUs, which may continue with a program by measured times
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

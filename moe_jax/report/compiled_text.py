@@ -96,6 +96,12 @@ def _program_facts(outcome: Outcome) -> Iterator[TextRow]:
         yield "program", f"{outcome.fingerprint}, {STEP_PROGRAM!r} in provenance.json of a run that trains it"
     if outcome.untimed_product:
         yield "assumed", f"train.grouped_product={outcome.untimed_product}: with auto a run takes the fastest"
+    if outcome.profile_steps:
+        setting = f"schedule.profile_steps={outcome.profile_steps}"
+        yield (
+            "assumed",
+            f"estimated times of instructions: with {setting} a run measures them, and keeps the faster step",
+        )
 
 
 def _collective_rows(result: Replay) -> Iterator[TextRow]:

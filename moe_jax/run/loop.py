@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import jax
 from jax.profiler import StepTraceAnnotation
@@ -21,6 +22,7 @@ from moe_jax.paths import shown
 from moe_jax.run.capacity_schedule import CapacityPrograms
 from moe_jax.run.describe import describe, table
 from moe_jax.run.divergence import RollBack, handle_divergence
+from moe_jax.run.measured_profile import ProfileGuided
 from moe_jax.run.memory_check import check_memory
 from moe_jax.run.process_agreement import check_same_settings
 from moe_jax.run.profiler import Tracing, steps_to_trace
@@ -100,6 +102,7 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
         Tracing(steps_to_trace(config, step), run.folder) as tracing,
         _open_checkpoints(run, programs, log) as checkpoints,
         exit_with_peers(),
+        ExitStack() as stack,
     ):
         if restored:
             _print(_resuming(step, restored.source) if step < last else _ALREADY.format(run.folder, step))
@@ -110,6 +113,7 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
         meter = Meter(config, log, peak, energy_counter(jax.local_devices()), metrics_at=run.source_metrics)
         search_state = restored.record.tuner if restored else None
         tuning, rebalancer = Tuning(run, program, meter, log, search_state), Rebalancer(run, meter, log)
+        guided = stack.enter_context(ProfileGuided(run, programs.to_measure, program, meter, log, tracing.steps))
         capacities = CapacityPrograms(run.changes, run.batch_shape, log, run.target)
         bad_steps = meter.bad_steps
         bad_steps.restore_losses(restored.record.recent_losses if restored else ())
@@ -126,12 +130,13 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
             if capacities.begins(step):
                 with meter.paused():
                     tuning.step, callbacks.evaluate = capacities.programs()
+            tuning.step = guided.program_of(step) or tuning.step
             tracing.begin(step, meter)
             goodput.step(step)
             with StepTraceAnnotation("train", step_num=step):
                 state, metrics = tuning.step(state, *inputs)
             metrics = run.routing.take(step, metrics)
-            meter.add(step, metrics, timed=step not in tracing.steps)
+            meter.add(step, metrics, timed=step not in tracing.steps and not guided.is_tracing)
             if step == run.first_step + 2:  # the first step is recorded by now
                 programs.compile_others()
                 if not gc.isenabled():  # the command disables garbage collection at startup
@@ -148,6 +153,7 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
             raise handle_divergence(run, state, bad_steps, checkpoints, failed_at, log)
         if step > run.first_step:
             tuning.finish()
+            guided.finish()
         if 0 < step < last:
             callbacks.save(step, state)
     end_progress()

@@ -57,11 +57,9 @@ class Tracing:
         with meter.paused():
             shutil.rmtree(self._part, ignore_errors=True)
             self._part.mkdir(parents=True)
-            options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0
-            jax.profiler.start_trace(self._part, profiler_options=options)
+            start_trace(self._part)
             self._is_on = True
-            _wait_for_all("have started to trace")
+            wait_for_all("have started to trace")
 
     def end(self, step: int, program: Compiled, meter: Meter) -> None:
         """Stop tracing and write the trace, if this was the last of the steps."""
@@ -73,9 +71,17 @@ class Tracing:
             (self._part / PROGRAM).write_text(program.as_text() or "", encoding="utf-8")
             shutil.rmtree(self._folder, ignore_errors=True)
             self._part.rename(self._folder)
-            _wait_for_all("have written")  # else the time of the next step would include the slowest writer
+            wait_for_all("have written")  # else the time of the next step would include the slowest writer
 
 
-def _wait_for_all(processes: str) -> None:
+def start_trace(folder: Path) -> None:
+    """Start jax's profiler, without the functions of Python."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    jax.profiler.start_trace(folder, profiler_options=options)
+
+
+def wait_for_all(processes: str) -> None:
+    """Wait until all processes have come here; `processes` says what they have done, for jax's error."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(processes)

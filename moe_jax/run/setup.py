@@ -39,6 +39,7 @@ from moe_jax.run.choose_grouped_matmul import with_fastest_product
 from moe_jax.run.export_tokenizer import save_tokenizer
 from moe_jax.run.identity import Identity, identity_of
 from moe_jax.run.init_from import check_source, source_params
+from moe_jax.run.kept_profile import check_profile_steps, kept_profile
 from moe_jax.run.model_tokenizer import check_tokens
 from moe_jax.run.process_agreement import check_same_data
 from moe_jax.run.resolve_auto import run_cluster
@@ -47,7 +48,7 @@ from moe_jax.run.run_dir import resume_step
 from moe_jax.run.sample import encode_prompt
 from moe_jax.run.tuning_space import Choices, choices_of
 from moe_jax.run.validation import ValidationSet
-from moe_jax.step.compile import batch_shape, config_at, step_program, switch_off_pgle, target_here
+from moe_jax.step.compile import StepProgram, batch_shape, config_at, step_program, switch_off_pgle, target_here
 from moe_jax.step.compile_cache import BackgroundCompile
 from moe_jax.step.context import State
 from moe_jax.step.expert_placement import slots_of
@@ -109,7 +110,8 @@ class Programs:
     init: BackgroundCompile  # makes the first state, from nothing or from the parameters of `train.init_from`
     evaluate: BackgroundCompile
     digests: BackgroundCompile  # computes the checksums of a state, see checkpoint/checksums.py
-    fingerprint: str  # of the step's program, as `report --compile` prints it
+    fingerprint: str  # of the step's program, as `report --compile` prints it, unless its profile was measured
+    to_measure: StepProgram | None  # the step by estimated times, if its instructions are to be measured
 
     def compile_others(self) -> None:
         """Start to compile the programs that are needed later.
@@ -131,6 +133,7 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
     switch_off_pgle()
     mesh = make_mesh(config.mesh)
     with_sizes_of(mesh, config)  # checks them
+    check_profile_steps(config, mesh)
     check_batch_split(config, batch_shards(mesh))
     check_wandb(config.log.wandb_project)
     check_goodput(config.log.goodput_job)
@@ -194,6 +197,10 @@ def compile_programs(run: Run) -> Programs:
     if not run.first_step:  # else the state is restored
         init.begin()
     program = step_program(trainer, run.batch_shape, run.target)
+    kept = kept_profile(run.folder, program.fingerprint) if run.config.schedule.profile_steps else None
+    to_measure = program if run.config.schedule.profile_steps and kept is None else None
+    if kept is not None and kept.profile is not None:
+        program = program.with_measured(kept.profile)
     fingerprint = program.fingerprint
     step = BackgroundCompile(pool, lambda: program)
     step.begin()
@@ -205,6 +212,7 @@ def compile_programs(run: Run) -> Programs:
         ),
         digests=BackgroundCompile(pool, functools.partial(digest_program(state).lower, state)),
         fingerprint=fingerprint,
+        to_measure=to_measure,
     )
 
 

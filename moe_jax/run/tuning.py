@@ -3,7 +3,6 @@
 import json
 import statistics
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from moe_jax.distributed.processes import allgather, is_main_process
 from moe_jax.errors import ConfigError, UserError
 from moe_jax.files.atomic import write_atomically
 from moe_jax.plan.tuner import Tuner
+from moe_jax.run.agreed_compile import AgreedCompile, State
 from moe_jax.run.setup import Run
 from moe_jax.run.tuning_space import Choices
 from moe_jax.step.compile import step_program
@@ -23,8 +23,7 @@ from moe_jax.step.trainer import make_trainer
 from moe_jax.telemetry.meter import Meter
 from moe_jax.telemetry.run_log import RunLog, human_seconds
 
-_WARMUP_STEPS = 3  # at the start of a round; not timed, since a new program is slow at first
-_COMPILING, _COMPILED, _FAILED = range(3)
+WARMUP_STEPS = 3  # at the start of a round; not timed, since a new program is slow at first
 
 
 class Tuning:
@@ -39,7 +38,7 @@ class Tuning:
     ):
         self.step = first
         self._run, self._meter, self._log = run, meter, log
-        self._compiling: Future[Compiled] | None = None
+        self._compiling: AgreedCompile | None = None
         self._steps, self._seconds = 0, list[float]()  # of this round
         if run.choices is not None:
             self._choices, self._wanted = run.choices, run.choices.first
@@ -66,10 +65,10 @@ class Tuning:
             return
         self._steps += 1
         compiling, seconds, tune = self._compiling, self._meter.step_s, self._run.config.tune
-        if compiling is None and self._steps > _WARMUP_STEPS and seconds is not None:
+        if compiling is None and self._steps > WARMUP_STEPS and seconds is not None:
             self._seconds.append(seconds)
         length = tune.iterations if self._searching else tune.patience
-        if self._steps < _WARMUP_STEPS + length:
+        if self._steps < WARMUP_STEPS + length:
             return
         measured, self._steps, self._seconds = self._seconds, 0, []
         with self._meter.paused():  # processes must not communicate while a step does
@@ -99,31 +98,33 @@ class Tuning:
             self.step = self._programs[choice]
             return
         self._log.info(f"step {step}: compiling {self._choices.describe(choice)} while training continues")
+        batch, target, mesh = self._run.batch_shape, self._run.target, self._run.trainer.mesh
         # here and not in the background, as it may communicate with other processes
         try:
-            trainer = make_trainer(self._choices.config_of(choice), self._run.trainer.mesh)
+            trainer = make_trainer(self._choices.config_of(choice), mesh)
         except UserError as error:  # the same on all processes
-            self._compiling = Future()
-            self._compiling.set_exception(error)
+            problem = error
+
+            def fail() -> Compiled:
+                raise problem
+
+            self._compiling = AgreedCompile(fail)
             return
         assert trainer.state_shapes == self._run.trainer.state_shapes, "a choice may not change the state"
-        batch, target = self._run.batch_shape, self._run.target
-        pool = ThreadPoolExecutor(max_workers=1)
-        self._compiling = pool.submit(lambda: compiled(step_program(trainer, batch, target)))
-        pool.shutdown(wait=False)
+        self._compiling = AgreedCompile(lambda: compiled(step_program(trainer, batch, target)))
 
-    def _check_compiled(self, step: int, program: Future[Compiled]) -> None:
+    def _check_compiled(self, step: int, program: AgreedCompile) -> None:
         """Switch to a program if all processes have compiled it, or to another choice if one of them has failed."""
-        states = allgather(_COMPILING if not program.done() else _FAILED if program.exception() else _COMPILED)
-        if _COMPILING in states:
+        state = program.agreed_state()
+        if state is State.COMPILING:
             return
         self._compiling = None
-        if _FAILED not in states:
+        if state is State.COMPILED:
             self._programs[self._wanted] = program.result()
             self._use(step, self._wanted)
             return
-        reason = str(program.exception() or "on another process").partition("\n")[0]
-        self._use(step, self._agreed(self._decider.failed(step, reason) if is_main_process() else 0))
+        failed = self._decider.failed(step, program.reason) if is_main_process() else 0
+        self._use(step, self._agreed(failed))
 
 
 class _Decider:

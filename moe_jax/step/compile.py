@@ -5,6 +5,7 @@ instruction times of its own: it treats all fusions as equally long. So a schedu
 second time with estimated instruction times of the first program as its profile (`measure/profile.py`). The profile can
 make a small step slower, so the program with the shorter estimated step is kept. The estimates follow from the
 program's text and from published rates, so all processes of a run compute the same profile and keep the same program.
+A run may replace the estimates by measured times (`schedule.profile_steps`, `run/measured_profile.py`).
 """
 
 import dataclasses
@@ -33,6 +34,7 @@ from moe_jax.step.trainer import Trainer
 
 _PROFILE = "fdo_profile"  # jax's name for the option
 _PROFILE_FILE = "xla_gpu_pgle_profile_file_or_directory_path"  # XLA's flag for a measured profile
+_GRAPHS = "xla_gpu_enable_command_buffer"  # XLA's flag for the kernels that CUDA graphs launch
 _SOURCE_LINES = "jax_traceback_in_locations_limit"  # jax's setting, and in capitals its environment variable
 
 
@@ -44,21 +46,32 @@ class StepProgram:
     options: Mapping[str, Any]  # compiler options
     target: Target | None  # its rates give the profile of the second compilation; None: compile once
     num_devices: int
+    profile: str | None = None  # measured: compile once, with it
+
+    def with_measured(self, profile: str) -> "StepProgram":
+        """Return the program that is compiled by a measured profile instead of an estimated one."""
+        return dataclasses.replace(self, profile=profile)
+
+    @property
+    def for_tracing(self) -> "StepProgram":
+        """The same schedule without CUDA graphs, in which a profiler sees no instructions."""
+        return dataclasses.replace(self, options={**self.options, _GRAPHS: ""})
 
     def compile(self, writes: Mapping[str, Any] | None = None) -> Compiled:
         """Compile the step, twice if it has a `target`, and return the program with the shorter estimated step.
 
-        `writes` are further options that change no program, such as where a dump goes. Raises JaxRuntimeError if the
-        compiler rejects it.
+        A measured profile replaces both compilations by one. `writes` are further options that change no program, such
+        as where a dump goes. Raises JaxRuntimeError if the compiler rejects it.
         """
-        options = {**self.options, **(writes or {})}
+        options: dict[str, Any] = {**self.options, **(writes or {})}
+        if self.profile is not None:
+            return self.lowered.compile(options | {_PROFILE: self.profile.encode()})
         first = self.lowered.compile(options)
         if self.target is None:
             return first
         program = parse(first.as_text() or "")
         profile = estimated_profile(program, self.target, self.num_devices)
-        with_profile: dict[str, Any] = {**options, _PROFILE: profile.encode()}
-        second = self.lowered.compile(with_profile)
+        second = self.lowered.compile(options | {_PROFILE: profile.encode()})
         first_s, second_s = (
             replay(each, self.target, self.num_devices).step_s for each in (program, parse(second.as_text() or ""))
         )
@@ -68,7 +81,9 @@ class StepProgram:
     def fingerprint(self) -> str:
         """A hash that is equal for equal programs, options and rates, in every process, host and command."""
         rates = self.target and dataclasses.replace(self.target, name="")
-        contents = (self.lowered.as_text(), sorted(self.options.items()), rates, self.num_devices)
+        contents: tuple[Any, ...] = (self.lowered.as_text(), sorted(self.options.items()), rates, self.num_devices)
+        if self.profile is not None:
+            contents += (self.profile,)
         return hashlib.sha256(repr(contents).encode()).hexdigest()[:16]
 
 
@@ -88,7 +103,7 @@ def step_program(
     return StepProgram(
         lowered=lowered,
         options=chosen,
-        target=target if is_scheduled_gpu and not _has_profile(chosen) else None,
+        target=target if is_scheduled_gpu and not has_profile(chosen) else None,
         num_devices=trainer.mesh.size,
     )
 
@@ -119,7 +134,7 @@ def target_here(trainer: Trainer) -> Target | None:
     target = target_of(devices, hosts())
     if not trainer.kind.facts.orders_tasks:
         return target
-    if _has_profile({}):
+    if has_profile({}):
         _print(f"XLA_FLAGS sets {_PROFILE_FILE}: the step is compiled by this profile, not by estimated times")
     elif target is None:
         _print(
@@ -143,6 +158,11 @@ def batch_shape(config: Config, mesh: Mesh) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, np.int32, sharding=NamedSharding(mesh, BATCH_SPEC))
 
 
+def has_profile(options: Mapping[str, Value]) -> bool:
+    """Return whether compiler options or XLA_FLAGS name a file with a profile."""
+    return _PROFILE_FILE in options or _PROFILE_FILE in os.environ.get("XLA_FLAGS", "")
+
+
 def switch_off_pgle() -> None:
     """Switch off JAX_ENABLE_PGLE, which has no effect here, and print a message once.
 
@@ -156,10 +176,6 @@ def switch_off_pgle() -> None:
         "JAX_ENABLE_PGLE=true has no effect, as steps are compiled before they run: it is switched off "
         "(docs/compiled.md explains how to use a measured profile)"
     )
-
-
-def _has_profile(options: Mapping[str, Value]) -> bool:
-    return _PROFILE_FILE in options or _PROFILE_FILE in os.environ.get("XLA_FLAGS", "")
 
 
 def _print(text: str) -> None:

@@ -3,8 +3,9 @@
 import re
 
 from moe_jax.measure.costs import matrix_products
-from moe_jax.measure.profile import estimated_profile
+from moe_jax.measure.profile import estimated_profile, is_profile, measured_profile, measured_seconds
 from moe_jax.measure.targets import find_target
+from moe_jax.measure.trace import TracedOperation
 from tests.measure.programs import BODY, TOY, done, operand, program, saved, start, work
 
 
@@ -49,3 +50,43 @@ def test_of_a_real_program_every_exchange_and_every_product_of_a_task_has_a_time
             assert found[line.name] > 5  # the start-up alone
         if line.opcode == "fusion" and matrix_products(line, real) and ".expert." in real.op_name(line):
             assert found[line.name] > 0
+
+
+def run(name: str, us: float, device: str = "0", communicates: bool = False) -> TracedOperation:
+    return TracedOperation(name, "", communicates, "", 1.0, 1.0 + 1e-6 * us, device)
+
+
+def test_of_several_runs_compute_has_the_median_and_a_transfer_the_one_that_waits_least() -> None:
+    product = [run("a", us) for us in (5, 90, 7)]
+    transfer = [run("s", us, communicates=True) for us in (40, 30, 900)]
+    found = measured_seconds([*product, *transfer, run("a", 1000, device="10"), run("a", 1000, device="1")])
+    assert {name: round(1e6 * seconds) for name, seconds in found.items()} == {"a": 7, "s": 30}
+    assert measured_seconds([]) == {}
+
+
+def test_measured_times_replace_estimated_ones_of_tasks_and_transfers() -> None:
+    lines = [operand(40), start("s", 40), work("a", 7, "F.expert.0.0"), work("b", 9), done("s")]
+    lines += [start("t", 40), work("c", 5, "F.attend.0.0"), done("t")]
+    toy, seconds = program("\n".join(lines), BODY), {"s": 3e-6, "a": 2e-6, "b": 4e-6, "s.done": 6e-6}
+    with_tasks = {"x40": 0, "s": 3, "a": 2, "b": 0, "s.done": 0, "t": 40, "c": 5, "t.done": 0}
+    assert times(measured_profile(toy, seconds, TOY, 2, has_tasks=True)) == with_tasks
+    found = times(measured_profile(toy, seconds, None, 2, has_tasks=False))
+    assert found == {"s": 3, "a": 2, "b": 4, "s.done": 0, "t.done": 0}, "of a plain step all compute counts"
+
+
+def test_with_all_estimates_as_measured_the_profile_is_the_same() -> None:
+    real, target = saved("gpu_h100.hlo"), find_target("h100:1x1x8")
+    estimated = estimated_profile(real, target, 8)
+    seconds = {name: 1e-6 * us for name, us in times(estimated).items()}
+    renamed = {line.name for lines in real.computations.values() for line in lines} - seconds.keys()
+    assert (
+        measured_profile(real, {name: seconds[name] for name in seconds.keys() - renamed}, target, 8, True) == estimated
+    )
+    assert is_profile(estimated)
+
+
+def test_other_text_is_no_profile() -> None:
+    line = 'costs { name: "a" cost_us: 7.000 }\n'
+    assert is_profile(2 * line)
+    for text in (line[:-1], line + "\n", line.replace("7.000", "-7.000"), line + "more", line.replace("a", 'a" x: "')):
+        assert not is_profile(text)

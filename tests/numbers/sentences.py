@@ -1,6 +1,6 @@
 """What sentences of README.md and docs/ must say of results: page, and pieces of its text."""
 
-from tests.numbers.results_page import BY_DEFAULT, WHOLE_4, kept
+from tests.numbers.results_page import BY_DEFAULT, ESTIMATED, MEASURED, PROFILES, WHOLE_4, kept
 from tests.numbers.stored import hundreds, variants
 from tests.results import result
 
@@ -9,15 +9,20 @@ Piece = tuple[str, str]
 
 def _readme() -> list[Piece]:
     chaos, steps = result("chaos"), result("predicted_steps")
-    exposed, with_xla = (
-        f"{row['exposed']:.2f} of {row['communication']:.2f} ms"
-        for row in (BY_DEFAULT, variants("compiled_v5p_2x2x2")["unified"])
-    )
+    exposed = f"{BY_DEFAULT['exposed']:.2f} of {BY_DEFAULT['communication']:.2f} ms"
     return [
         ("README.md", f"`unified` has {WHOLE_4['speed_up_over_vanilla']['median']:.2f} × the speed of `vanilla`"),
-        *((page, f"`unified` exposes {exposed} of communication") for page in ("README.md", "commands.md")),
-        ("compiled.md", f"exposes {exposed}"),
-        ("compiled.md", f"There `unified` exposes {with_xla} of communication"),
+        *(
+            (page, f"`unified` exposes {exposed} of communication")
+            for page in ("README.md", "commands.md", "compiled.md")
+        ),
+        ("compiled.md", f"The scheduler asks for {PROFILES['instructions']:,} instructions, all of which"),
+        (
+            "compiled.md",
+            f"exposes {MEASURED['exposed_ms']:.2f} of {MEASURED['communication_ms']:.2f} ms of communication instead "
+            f"of {ESTIMATED['exposed_ms']:.2f}, and the step takes {MEASURED['step_ms']:.1f} ms instead of "
+            f"{ESTIMATED['step_ms']:.1f}",
+        ),
         (
             "README.md",
             f"{steps['configurations']} steps of two processes, with a median error of "

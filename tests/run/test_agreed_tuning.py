@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from moe_jax.config import Config, ScheduleConfig, TuneConfig
-from moe_jax.run import tuning
+from moe_jax.run import agreed_compile, tuning
+from moe_jax.run.agreed_compile import AgreedCompile, State
 from moe_jax.run.tuning import Tuning
 from moe_jax.run.tuning_space import Choices
 
@@ -16,7 +17,7 @@ CONFIG = Config(
     schedule=ScheduleConfig(policy="unified", microbatches=2, grad_reduce="bucketed"),
     tune=TuneConfig(over=("bucket_cap_mb",), samples=3, iterations=2),
 )
-ROUND = tuning._WARMUP_STEPS + 2
+ROUND = tuning.WARMUP_STEPS + 2
 PROGRAMS: Any = ["first", "second", "third"]
 
 
@@ -87,18 +88,13 @@ def test_a_program_that_one_process_cannot_compile_is_used_by_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And no process changes its step before all have compiled."""
-    states = [tuning._COMPILING, tuning._COMPILED]
-    rounds = iter(
-        [
-            lambda own: [own, states[0]],  # the other is not ready
-            lambda own: [own, tuning._FAILED],
-            lambda own: [2 * 1 + 1, own],  # process 0 wants the second one then
-        ]
-    )
+    of_process_0 = iter([State.COMPILING, State.FAILED, 2 * 1 + 1])  # and then it wants the second program
     monkeypatch.setattr(tuning, "is_main_process", lambda: False)
-    monkeypatch.setattr(tuning, "allgather", lambda own: next(rounds)(own))
+    for module in (tuning, agreed_compile):
+        monkeypatch.setattr(module, "allgather", lambda own: [next(of_process_0), own])
     process_1 = tuning_of(tmp_path)
-    compiled: Any = SimpleNamespace(done=lambda: True, exception=lambda: None, result=lambda: "third")
+    compiled = AgreedCompile(lambda: PROGRAMS[2])
+    assert compiled.result() == "third"
     process_1._compiling, process_1._wanted = compiled, 2
     for step in range(1, ROUND + 1):
         process_1.step_started(step)

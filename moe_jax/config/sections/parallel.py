@@ -87,6 +87,9 @@ class ScheduleConfig(HashedOnce):
     link_gb_per_s: float | None = number(None, Range(0, FINITE, above=True))  # 10⁹ byte/s; null: typical
     network_gb_per_s: float | None = number(None, Range(0, FINITE, above=True))  # the same between nodes of GPUs
     task_times: str | None = None  # a file of measured seconds (plan/measured.py), used instead of estimates
+    # on GPUs: how many steps are traced, so that the compiler schedules the step by measured instead of estimated times
+    # of its instructions, see docs/compiled.md; 0: none
+    profile_steps: int = number(0, Range(0, 100))
     # periods of blocks unrolled in one iteration of the scan over blocks. On GPUs a plain step with all of them
     # unrolled takes less memory, and its kernels move fewer bytes: see docs/memory.md
     unroll: int = number(1, Range(1, BLOCKS))

@@ -102,8 +102,16 @@ def _check_trace(config: Sections) -> None:
 
 
 def check_tune(config: Sections) -> None:
-    """Raise ConfigError if tuning varies a setting that has no effect, or lists one twice."""
-    over, schedule = config.tune.over, config.schedule
+    """Raise ConfigError if tuning varies a setting that has no effect, lists one twice, or meets another change of the
+    step's program.
+    """
+    over, schedule, later = config.tune.over, config.schedule, config.model.moe.capacity_schedule
+    if schedule.profile_steps and (over or later):
+        other = f"tune.over=[{', '.join(over)}]" if over else "model.moe.capacity_schedule"
+        raise ConfigError(
+            f"schedule.profile_steps={schedule.profile_steps} measures one program, and {other} changes it: "
+            "use schedule.profile_steps=0, or drop the other"
+        )
     if len(set(over)) < len(over):
         raise ConfigError(f"tune.over=[{', '.join(over)}] names a setting twice: use each once")
     if over and config.model.moe.capacity_schedule:

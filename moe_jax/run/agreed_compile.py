@@ -1,0 +1,42 @@
+"""A program that all processes of a run compile in the background, each its own, until every one of them has it."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from enum import IntEnum
+
+from jax.stages import Compiled
+
+from moe_jax.distributed.processes import allgather
+
+
+class State(IntEnum):
+    """How far the processes are; a failure on any of them counts once all have ended."""
+
+    COMPILING = 0
+    COMPILED = 1
+    FAILED = 2
+
+
+class AgreedCompile:
+    """A compilation in the background, by a function that returns the program or raises."""
+
+    def __init__(self, compile_program: Callable[[], Compiled]):
+        pool = ThreadPoolExecutor(max_workers=1)
+        self._program: Future[Compiled] = pool.submit(compile_program)
+        pool.shutdown(wait=False)
+
+    def agreed_state(self) -> State:
+        """The state of all processes together. All of them call it, while no step runs."""
+        program = self._program
+        own = State.COMPILING if not program.done() else State.FAILED if program.exception() else State.COMPILED
+        states = allgather(own)
+        return next(state for state in (State.COMPILING, State.FAILED, State.COMPILED) if state in states)
+
+    def result(self) -> Compiled:
+        """The program, once it is compiled."""
+        return self._program.result()
+
+    @property
+    def reason(self) -> str:
+        """The first line of the compiler's error, once a process has failed."""
+        return str(self._program.exception() or "on another process").partition("\n")[0]

@@ -1,0 +1,88 @@
+"""The measured profile that a run keeps in its folder: times of a step's instructions, by which XLA:GPU schedules it.
+
+A profile belongs to one program. It is measured again after a change of settings, mesh, devices or versions.
+"""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from jax.sharding import Mesh
+
+from moe_jax.config import Config
+from moe_jax.distributed.processes import from_process, is_main_process
+from moe_jax.errors import ConfigError
+from moe_jax.files.atomic import write_atomically
+from moe_jax.files.untrusted import read_json
+from moe_jax.measure.profile import is_profile
+from moe_jax.paths import shown
+from moe_jax.step.compile import has_profile
+
+FILE = "step_profile.json"
+_PLATFORMS = ("gpu",)  # whose compiler reads profiles
+
+
+class KeptProfile(NamedTuple):
+    """What a run has measured for a program."""
+
+    step_program: str  # the fingerprint of the step by estimated times
+    profile: str | None  # None: the step by estimated times is faster
+
+    def write(self, folder: Path, step_s: dict[str, float]) -> None:
+        """Write it into the run's folder, with the measured step times. Raises OSError."""
+        write_atomically(folder / FILE, json.dumps(self._asdict() | {"step_s": step_s}, indent=1) + "\n")
+
+
+def check_profile_steps(config: Config, mesh: Mesh) -> None:
+    """Raise ConfigError if `schedule.profile_steps` is set for devices whose compiler reads no profile."""
+    steps, platform = config.schedule.profile_steps, mesh.devices.flat[0].platform
+    if steps and platform not in _PLATFORMS:
+        raise ConfigError(
+            f"schedule.profile_steps={steps} is for GPUs, and these devices are {platform}: "
+            "use schedule.profile_steps=0"
+        )
+    if steps and has_profile({}):
+        raise ConfigError(
+            f"schedule.profile_steps={steps} measures a profile, and XLA_FLAGS names the file of one: drop one of them"
+        )
+
+
+def kept_profile(folder: Path, fingerprint: str) -> KeptProfile | None:
+    """The profile of the run in `folder` for this program, the same on all processes; None without one.
+
+    All processes call it. Process 0 prints what it finds.
+    """
+    kept = None
+    if is_main_process():
+        kept, message = _find(folder / FILE, fingerprint)
+        if message:
+            print(shown(message), flush=True)
+    kept = from_process(0, kept)
+    return None if kept is None else KeptProfile(*kept)
+
+
+def _find(path: Path, fingerprint: str) -> tuple[KeptProfile | None, str]:
+    """The profile in a file, if it is of this program, and a message."""
+    try:
+        kept = _read(path)
+    except (OSError, ValueError) as error:
+        return None, f"warning: {path} is invalid ({error}): the step is measured again"
+    if kept is None:
+        return None, ""
+    if kept.step_program != fingerprint:
+        return None, f"{path} is of another program: the step is measured again"
+    if kept.profile is None:
+        return kept, f"{path}: the step was slower by measured times, so it is compiled by estimated ones"
+    return kept, f"the step is compiled by the measured times in {path}"
+
+
+def _read(path: Path) -> KeptProfile | None:
+    if not path.exists():
+        return None
+    content = read_json(path)
+    if not isinstance(content, dict) or not isinstance(content.get("step_program"), str):
+        raise ValueError("it names no program")
+    profile = content.get("profile")
+    if profile is not None and not (isinstance(profile, str) and is_profile(profile)):
+        raise ValueError("its profile has other lines than times of instructions")
+    return KeptProfile(content["step_program"], profile)

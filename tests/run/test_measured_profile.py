@@ -1,0 +1,281 @@
+"""A run that measures its step's instructions: what it runs at each step, on every process, and what it keeps."""
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+
+from moe_jax.config import Config, ScheduleConfig
+from moe_jax.errors import ConfigError
+from moe_jax.measure.trace import TracedOperation, TraceError
+from moe_jax.parallel.mesh import make_mesh
+from moe_jax.run import agreed_compile, kept_profile, measured_profile, setup
+from moe_jax.run.agreed_compile import AgreedCompile
+from moe_jax.run.kept_profile import FILE, KeptProfile, check_profile_steps
+from moe_jax.run.loop import train
+from moe_jax.run.measured_profile import ProfileGuided
+from moe_jax.step.compile import StepProgram
+from tests.run.test_resume import config_in, losses_of
+
+HLO = """HloModule step, is_scheduled=true
+
+ENTRY %main (x: f32[2]) -> f32[2] {
+  ROOT %y = f32[2] negate(%x), metadata={op_name="jit(step)/F.expert.0.0/neg"}
+}
+"""
+PROFILE = 'costs { name: "y" cost_us: 3.000 }\n'
+STEPS = 2  # to trace
+FIRST = SimpleNamespace(name="estimated")
+
+
+class Source:
+    """What a step is compiled from; the name of a program says how."""
+
+    target, num_devices, fingerprint = None, 2, "0123"
+
+    def __init__(self, name: str = "estimated", error: str = ""):
+        self.name, self.error = name, error
+
+    @property
+    def for_tracing(self) -> "Source":
+        return Source("traced", self.error)
+
+    def with_measured(self, profile: str) -> "Source":
+        assert profile == PROFILE
+        return Source("measured")
+
+
+def compiled(source: Source) -> Any:
+    if source.error:
+        raise RuntimeError(source.error)
+    return SimpleNamespace(name=source.name, as_text=lambda: HLO)
+
+
+def wait_for_compilers(patch: pytest.MonkeyPatch) -> None:
+    """A program is compiled when processes ask each other for the first time."""
+    state = AgreedCompile.agreed_state
+    patch.setattr(AgreedCompile, "agreed_state", lambda self: (self._program.exception(), state(self))[1])
+
+
+class Scene:
+    """The processes of a run, one after another; those after process 0 are sent what it has sent."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch):
+        self.folder, self._patch = folder, patch
+        self.sent: list[Any] = []
+        self.said: list[str] = []
+        self.traced: list[int] = []  # steps before which tracing starts, and below 0 before which it stops
+        self.seconds = {"estimated": 0.5, "measured": 0.4, "traced": 0.9}
+        self.trace: Callable[[], list[TracedOperation]] = lambda: [
+            TracedOperation("y", "F.expert.0.0", False, "", 1.0, 1.000003, "0")
+        ]
+        wait_for_compilers(patch)
+        patch.setattr(measured_profile, "compiled", compiled)
+        patch.setattr(measured_profile, "read_trace", lambda folder, text: self.trace())
+        patch.setattr(measured_profile, "wait_for_all", lambda processes: self.sent.append(processes))
+        patch.setattr(measured_profile, "start_trace", lambda folder: self.traced.append(self._step))
+        patch.setattr(jax.profiler, "stop_trace", lambda: self.traced.append(-self._step))
+
+    def run(self, process: int, source: Source | None, last: int, busy: range = range(0)) -> list[str]:
+        """The names of the programs of all steps."""
+        received, self.sent = list(self.sent), []
+
+        def from_process(sender: int, value: Any) -> Any:
+            self.sent.append(value if process == 0 else received[len(self.sent)])
+            return self.sent[-1]
+
+        def allgather(number: int) -> list[int]:
+            self.sent.append(int(number))
+            return [number, number if process == 0 else received[len(self.sent) - 1]]
+
+        for module in (measured_profile, kept_profile):
+            self._patch.setattr(module, "is_main_process", lambda: process == 0)
+        self._patch.setattr(measured_profile, "from_process", from_process)
+        self._patch.setattr(agreed_compile, "allgather", allgather)
+        schedule = ScheduleConfig(policy="unified", microbatches=2, profile_steps=STEPS)
+        trainer = SimpleNamespace(kind=SimpleNamespace(facts=SimpleNamespace(orders_tasks=True)))
+        run: Any = SimpleNamespace(config=Config(schedule=schedule), folder=self.folder, first_step=0, trainer=trainer)
+        meter: Any = SimpleNamespace(step_s=None, paused=nullcontext, wait=lambda: None)
+        log: Any = SimpleNamespace(info=self.said.append, warn=self.said.append)
+        names, name = [], "estimated"
+        any_source: Any = source
+        first: Any = FIRST
+        with ProfileGuided(run, any_source, first, meter, log, busy) as guided:
+            for step in range(1, last + 1):
+                self._step = step
+                if (program := guided.program_of(step)) is not None:
+                    name = program.name
+                assert guided.is_tracing == (name == "traced" and bool(self.traced) and self.traced[-1] > 0) or process
+                names.append(name)
+                meter.step_s = self.seconds[names[-2]] if step > 1 else None  # of the step before
+            guided.finish()
+        return names
+
+
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    return Scene(tmp_path, monkeypatch)
+
+
+def lengths(names: list[str]) -> list[tuple[str, int]]:
+    """Runs of equal names."""
+    found: list[tuple[str, int]] = []
+    for name in names:
+        found = [*found[:-1], (name, found[-1][1] + 1)] if found and found[-1][0] == name else [*found, (name, 1)]
+    return found
+
+
+ROUND = [("measured", 13), ("estimated", 13)]
+COMPILING = ("estimated", 10)
+
+
+@pytest.mark.parametrize("faster", ["estimated", "measured"])
+def test_the_faster_of_two_programs_is_chosen_by_all_processes(scene: Scene, faster: str) -> None:
+    scene.seconds[faster] = 0.3
+    names = scene.run(0, Source(), last=80)
+    sent = list(scene.sent)
+    assert lengths(names)[:5] == [COMPILING, ("traced", 3 + STEPS), COMPILING, *ROUND]
+    assert names[-1] == faster
+    assert scene.traced == [14, -16], "after the first steps of a new program"
+    assert scene.said[-1].endswith(f"continuing with {faster}")
+    kept = json.loads((scene.folder / FILE).read_text())
+    assert kept["profile"] == (PROFILE if faster == "measured" else None)
+    scene.seconds = dict.fromkeys(scene.seconds, 1.0)  # whatever process 1 measures
+    (scene.folder / FILE).unlink()
+    assert scene.run(1, Source(), last=80) == names
+    assert scene.sent == sent, "both communicate in the same order"
+    assert not (scene.folder / FILE).exists(), "process 0 writes"
+
+
+def test_nothing_is_measured_unasked(scene: Scene) -> None:
+    assert set(scene.run(0, None, last=100)) == {"estimated"}
+    assert not scene.said
+    assert not scene.sent
+
+
+def test_steps_that_are_traced_otherwise_keep_their_program(scene: Scene) -> None:
+    """A trace in the way delays the other one, and does not mix two programs."""
+    names = scene.run(0, Source(), last=200, busy=range(15, 30))
+    assert len(set(names[13:29])) == 1
+    assert scene.traced == [30, -32]
+    assert names[-1] == "measured"
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_step_that_cannot_be_compiled_or_traced_trains_as_before(scene: Scene, process: int) -> None:
+    def nothing() -> list[TracedOperation]:
+        return []
+
+    def unreadable() -> list[TracedOperation]:
+        raise TraceError("the trace is cut")
+
+    for source, trace, problem in (
+        (Source(error="out of memory\nand more"), nothing, "a step to trace cannot be compiled, out of memory"),
+        (Source(), nothing, "jax's profiler saw none of the step's instructions"),
+        (Source(), unreadable, "the trace is cut"),
+    ):
+        scene.trace, scene.sent = trace, []
+        names = scene.run(0, source, last=40)
+        if process:
+            assert scene.run(1, source, last=40) == names
+        warned = next(text for text in scene.said if problem in text)
+        assert warned.endswith("continuing with estimated times of its instructions")
+        assert names[-1] == "estimated"
+        assert "measured" not in names
+        assert not (scene.folder / FILE).exists()
+
+
+def test_a_run_that_ends_early_says_so_and_stops_the_profiler(scene: Scene) -> None:
+    scene.run(0, Source(), last=14)
+    assert scene.traced == [14, -14]
+    assert scene.said[-1].startswith("schedule.profile_steps: the run ends before its step is measured")
+
+
+@pytest.fixture
+def devices_with_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU devices, whose compiler ignores a profile."""
+    monkeypatch.setattr(kept_profile, "_PLATFORMS", ("cpu",))
+
+
+@pytest.mark.usefixtures("devices_with_profiles", "exact")
+def test_a_run_measures_once_and_trains_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(setup, "make_mesh", lambda settings: make_mesh(settings, jax.devices()[:2]))
+    monkeypatch.setattr(ProfileGuided, "_choose", lambda self, program, profile, *seconds: keep(self, program, profile))
+    used: list[str | None] = []
+    compile_it = StepProgram.compile
+
+    def keep(self: ProfileGuided, program: StepProgram, profile: str) -> bool:
+        KeptProfile(program.fingerprint, profile).write(self._run.folder, {})
+        return True
+
+    def spy(self: StepProgram, *given: Any) -> Any:
+        used.append(self.profile)
+        return compile_it(self, *given)
+
+    monkeypatch.setattr(StepProgram, "compile", spy)
+    settings = [
+        "mesh.data=1",
+        "mesh.expert=2",
+        "model.num_layers=1",
+        "model.moe.moe_layer_freq=1",
+        "train.eval_every=0",
+    ]
+    settings += ["schedule.policy=unified", "schedule.microbatches=2", "checkpoint.every=0", "log.every=1"]
+    plain, measured = tmp_path / "plain", tmp_path / "measured"
+    for folder in (plain, measured):
+        folder.mkdir()
+    monkeypatch.setattr(measured_profile, "_ROUNDS", 0)
+    profiled = [*settings, f"schedule.profile_steps={STEPS}"]
+    wait_for_compilers(monkeypatch)
+    train(config_in(measured, *profiled, "train.steps=28"))
+    output = capsys.readouterr().out
+    assert "step 16: compiling the step by measured times while training continues\n" in output
+    assert used[:2] == [None, None]
+    assert used[2].count("cost_us") > 100
+    assert 'name: "' in used[2]
+    train(config_in(measured, *profiled, "train.steps=30"))
+    output = capsys.readouterr().out
+    assert f"the step is compiled by the measured times in {measured / FILE}\n" in output
+    assert used[3:] == [used[2]]
+    train(config_in(plain, *settings, "train.steps=30"))
+    assert losses_of(measured) == losses_of(plain), "bit for bit"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is invalid"),
+        ('{"step_program": 3}', "it names no program"),
+        ('{"step_program": "0123", "profile": "costs { evil }"}', "its profile has other lines than times"),
+        (json.dumps({"step_program": "4567", "profile": PROFILE}), "is of another program: the step is measured again"),
+        (json.dumps({"step_program": "0123", "profile": None}), "the step was slower by measured times"),
+        (json.dumps({"step_program": "0123", "profile": PROFILE}), "the step is compiled by the measured times in"),
+    ],
+)
+def test_what_a_run_finds_in_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, message: str
+) -> None:
+    (tmp_path / FILE).write_text(content)
+    found = kept_profile.kept_profile(tmp_path, "0123")
+    assert message in capsys.readouterr().out
+    assert (found is not None) == ('"0123"' in content and "evil" not in content)
+
+
+def test_devices_without_profiles_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(schedule=ScheduleConfig(profile_steps=3))
+    with pytest.raises(ConfigError, match=r"schedule\.profile_steps=3 is for GPUs, and these devices are cpu: use"):
+        check_profile_steps(config, make_mesh(config.mesh))
+    monkeypatch.setattr(kept_profile, "_PLATFORMS", ("cpu",))
+    check_profile_steps(config, make_mesh(config.mesh))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_pgle_profile_file_or_directory_path=times.pbtxt")
+    with pytest.raises(
+        ConfigError, match=r"schedule\.profile_steps=3 measures a profile, and XLA_FLAGS names the file"
+    ):
+        check_profile_steps(config, make_mesh(config.mesh))
