@@ -42,7 +42,7 @@ from moe_jax.run.harness import TaskResult, load_tasks, run_tasks
 from moe_jax.run.harness_model import HarnessModel
 from moe_jax.run.model_tokenizer import check_tokens_of_run, end_tokens, tokenizer_of_run
 from moe_jax.run.sampling_mesh import SamplingMesh
-from moe_jax.run.unread_settings import EVALUATION, unread_text
+from moe_jax.run.unused_settings import EVALUATION, unread_text
 
 _OF_TEXTS = ("text", "tokens", "nats per token", "perplexity", "bits per byte")
 _OF_TASKS = ("task", "metric", "value", "standard error")

@@ -27,7 +27,7 @@ from moe_jax.run.model_tokenizer import end_tokens, tokenizer_of_run
 from moe_jax.run.sample import printable
 from moe_jax.run.sampling_mesh import SamplingMesh, asked_mesh
 from moe_jax.run.text_generation import Prompt, TextGenerator, TextSettings, read_prompts
-from moe_jax.run.unread_settings import GENERATION, unread_text
+from moe_jax.run.unused_settings import GENERATION, unread_text
 
 _MESH = "mesh."
 _VOCABULARY = 2**24  # tokens, the most of a config

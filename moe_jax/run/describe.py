@@ -1,7 +1,6 @@
 """Summary of a run as text, printed at its start, or by a dry run instead of it."""
 
 import dataclasses
-from collections.abc import Mapping
 
 import jax
 
@@ -11,8 +10,6 @@ from moe_jax.config.attention_kernels import unfused_reason
 from moe_jax.config.layer_layout import Stages
 from moe_jax.convert.hf_config import FILE
 from moe_jax.convert.source import left_out
-from moe_jax.distributed.processes import OLDER_EMITTERS
-from moe_jax.errors import all_of
 from moe_jax.files.local_copy import local_path
 from moe_jax.measure.peak import matrix_flops_per_s
 from moe_jax.measure.temporaries import Temporaries, compile_and_measure
@@ -29,6 +26,7 @@ from moe_jax.plan.units import size
 from moe_jax.run.memory_check import predicted_memory
 from moe_jax.run.profiler import steps_to_trace
 from moe_jax.run.setup import Run, open_run
+from moe_jax.run.unused_settings import unused
 from moe_jax.schedule.pipelines.bubble import lock_step_bubble
 from moe_jax.schedule.pipelines.memory import in_flight
 from moe_jax.schedule.pipelines.table import Table
@@ -173,32 +171,6 @@ def router_text(config: Config) -> dict[str, str]:
         "router": "each token's one expert has weight 1, so the loss gives the router no gradient: only "
         "model.moe.aux_loss_coeff and model.moe.z_loss_coeff train it"
     }
-
-
-def unused(config: Config, sizes: Mapping[str, int]) -> dict[str, str]:
-    """Settings without effect in this run, on a mesh of these sizes. They are valid, as other runs may use them."""
-    notes, warmup, steps = [], config.optimizer.warmup_steps, config.train.steps
-    if config.schedule.task_times and not config.step_facts.orders_tasks:
-        notes.append("schedule.task_times, as schedule.policy=vanilla orders nothing")
-    if config.train.quick_compile and not (config.mesh.cpu_devices and OLDER_EMITTERS):
-        notes.append("train.quick_compile, as it needs mesh.cpu_devices and jax below 0.11")
-    if warmup > steps:
-        notes.append(
-            f"the full optimizer.learning_rate, as optimizer.warmup_steps={warmup} is beyond train.steps={steps}"
-        )
-    zero, axes = config.optimizer.zero, config.optimizer.sharding_axes
-    if zero and all(sizes[axis] == 1 for axis in axes):
-        notes.append(f"optimizer.zero={zero}, as the mesh has one rank along {all_of(axes)}")
-    fields = dataclasses.fields(config.migration)
-    given = tuple(f"migration.{each.name}" for each in fields if getattr(config.migration, each.name) != each.default)
-    if given and not config.migration.enabled:
-        notes.append(f"{all_of(given)}, as migration.enabled=false")
-    late = [each.label for each in config.data.sources if any(step > steps for step, _ in each.weight_schedule)]
-    if any(step > steps for step, _ in config.train.mtp_loss_schedule):
-        notes.append(f"entries of train.mtp_loss_schedule after train.steps={steps}")
-    if late:
-        notes.append(f"weights of data.sources ({', '.join(late)}) that change after train.steps={steps}")
-    return {"unused": "; ".join(notes)} if notes else {}
 
 
 def pipeline_text(table: Table) -> str:

@@ -5,7 +5,16 @@ import dataclasses
 import jax
 import pytest
 
-from moe_jax.config import DataConfig, MambaConfig, MeshConfig, MigrationConfig, OptimizerConfig, TrainConfig
+from moe_jax.config import (
+    Config,
+    DataConfig,
+    MambaConfig,
+    MeshConfig,
+    MigrationConfig,
+    OptimizerConfig,
+    TrainConfig,
+    TuneConfig,
+)
 from moe_jax.config.attention_kernels import HOPPER
 from moe_jax.config.sections import DataSource
 from moe_jax.measure.temporaries import Temporaries
@@ -22,8 +31,8 @@ from moe_jax.run.describe import (
     router_text,
     shares_text,
     temporaries_text,
-    unused,
 )
+from moe_jax.run.unused_settings import unused
 from moe_jax.schedule.pipelines.build import make_table
 from tests.small import small_config
 
@@ -128,3 +137,32 @@ def test_sharding_over_one_rank_and_settings_of_no_migration_are_reported() -> N
     assert unused(still, ALONE)["unused"] == "migration.threshold and migration.replicas, as migration.enabled=false"
     moving = dataclasses.replace(small_config(1, 2, capacity_factor=None), migration=MigrationConfig(enabled=True))
     assert unused(moving, ALONE | {"expert": 2}) == {}
+
+
+def test_settings_of_another_kind_of_step_or_model_are_reported() -> None:
+    def text(config: Config, **sizes: int) -> str:
+        return unused(config, ALONE | sizes).get("unused", "")
+
+    rates = small_config(1, 1, schedule={"device_tflops": 2.0, "link_gb_per_s": 5.0})
+    ordered = "schedule.device_tflops and schedule.link_gb_per_s, as schedule.policy=vanilla orders nothing"
+    assert text(rates) == ordered
+    scheduled = {"policy": "unified", "microbatches": 2}
+    assert not text(small_config(1, 1, schedule=scheduled | {"device_tflops": 2.0}))
+    stages = small_config(1, 1, pipeline=2, moe_layer_freq=1, schedule={"unroll": 2})
+    assert text(stages) == "schedule.unroll, as the blocks of pipelined steps are always unrolled"
+    dense = small_config(1, 1, num_experts=0, exchange={"tensor_chunks": 3, "reduction": "ring"})
+    assert text(dense, tensor=2).startswith("model.moe.intermediate_size, model.moe.capacity_factor")
+    assert text(dense, tensor=2).endswith("and exchange.tensor_chunks, as model.moe.num_experts=0")
+    chunks = small_config(1, 1, exchange={"tensor_chunks": 3})
+    assert text(chunks, tensor=2) == "exchange.tensor_chunks, as exchange.tensor_form=sharded"
+    forms = small_config(1, 1, exchange={"tensor_chunks": 3, "tensor_form": "sharded_chunked"})
+    assert text(forms) == "exchange.tensor_form and exchange.tensor_chunks, as no tensor ranks share an expert"
+    assert not text(forms, tensor=2)
+    gathered = small_config(1, 1, exchange={"context_form": "all_gather"})
+    assert text(gathered) == "exchange.context_form, as the mesh has one rank along context"
+    assert not text(gathered, context=2)
+    buffers = small_config(1, 1, exchange={"rank_capacity_factor": None})
+    assert text(buffers) == "exchange.rank_capacity_factor, as model.moe.capacity_factor=1"
+    assert not text(small_config(1, 1, exchange={"rank_capacity_factor": None}, capacity_factor=None))
+    tuned = dataclasses.replace(small_config(1, 1), tune=TuneConfig(samples=3))
+    assert text(tuned) == "tune.samples, as tune.over=[]"
