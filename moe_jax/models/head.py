@@ -103,15 +103,48 @@ def head_loss(
     """
     h_TD = _features(params, x_BnD, model).reshape(-1, model.hidden_size)
     head = _head(params, model)
-    chunk = tokens_of_chunk(target_Bn.size, model.vocab_size, loss_chunk)
-    if chunk == target_Bn.size:
+    if not is_in_chunks(target_Bn, model, loss_chunk):
         with jax.named_scope(_SCOPE):
             return _at_once(form, h_TD, head, target_Bn.ravel())
-    padding = -target_Bn.size % chunk
-    h_KcD = jnp.pad(h_TD, ((0, padding), (0, 0))).reshape(-1, chunk, model.hidden_size)
-    target_Kc = jnp.pad(target_Bn.ravel(), (0, padding), constant_values=NO_TARGET).reshape(-1, chunk)
+    h_KcD, target_Kc = _chunks(h_TD, target_Bn, model, loss_chunk)
     with jax.named_scope(_SCOPE):
         return _by_chunks(form, h_KcD, head, target_Kc)
+
+
+def head_loss_onto(
+    params: Tree,
+    x_BnD: Float[Array, "B n D"],
+    target_Bn: Int[Array, "B n"],
+    model: ModelConfig,
+    loss_chunk: int | None,
+    form: LossForm,
+    so_far: Head | None,
+    is_last: bool,
+) -> tuple[HeadLoss, Head]:
+    """Return the loss of a microbatch, chunk by chunk, and the head's gradients summed over it and those before it.
+
+    The sums `so_far` are of the microbatches before it, None if there are none. They are added up in one array, in
+    float32, for a total with the cotangent 1. Only the pullback of the last microbatch returns the head's gradients, of
+    all microbatches. The cotangents of their totals must therefore be equal.
+    """
+    h_TD = _features(params, x_BnD, model).reshape(-1, model.hidden_size)
+    h_KcD, target_Kc = _chunks(h_TD, target_Bn, model, loss_chunk)
+    with jax.named_scope(_SCOPE):
+        return _onto(form, is_last, h_KcD, _head(params, model), target_Kc, so_far)
+
+
+def is_in_chunks(target_Bn: Int[Array, "B n"], model: ModelConfig, loss_chunk: int | None) -> bool:
+    """Return whether `head_loss` computes the loss of these targets in several chunks."""
+    return tokens_of_chunk(target_Bn.size, model.vocab_size, loss_chunk) < target_Bn.size
+
+
+def _chunks(
+    h_TD: Float[Array, "T D"], target_Bn: Int[Array, "B n"], model: ModelConfig, loss_chunk: int | None
+) -> tuple[Float[Array, "K c D"], Int[Array, "K c"]]:
+    chunk = tokens_of_chunk(target_Bn.size, model.vocab_size, loss_chunk)
+    padding = -target_Bn.size % chunk
+    h_KcD = jnp.pad(h_TD, ((0, padding), (0, 0))).reshape(-1, chunk, model.hidden_size)
+    return h_KcD, jnp.pad(target_Bn.ravel(), (0, padding), constant_values=NO_TARGET).reshape(-1, chunk)
 
 
 def _features(params: Tree, x_BnD: Float[Array, "B n D"], model: ModelConfig) -> Float[Array, "B n D"]:
@@ -230,8 +263,11 @@ def _logit_gradients(
     return exp_cV * scale_c[:, None] - (jnp.arange(exp_cV.shape[1]) == target_c[:, None])
 
 
-def _forward(form: LossForm, h_KcD: jax.Array, head: Head, target_Kc: jax.Array) -> tuple[HeadLoss, _Gradients]:
-    stored, head = head, head._replace(matrix_DV=head.matrix_DV.astype(h_KcD.dtype))
+def _summed(
+    form: LossForm, h_KcD: jax.Array, head: Head, target_Kc: jax.Array, so_far: Head | None
+) -> tuple[HeadLoss, Head, jax.Array]:
+    """Return the loss, the gradients of the head added to those `so_far`, and those of the features."""
+    head = head._replace(matrix_DV=head.matrix_DV.astype(h_KcD.dtype))
 
     def of_chunk(h_cD: jax.Array, target_c: jax.Array) -> tuple[tuple[LossTerms, Head], jax.Array]:
         target_c, source_c = _decoded(target_c, form)
@@ -246,18 +282,62 @@ def _forward(form: LossForm, h_KcD: jax.Array, head: Head, target_Kc: jax.Array)
         sums, dh_cD = of_chunk(*chunk)
         return jax.tree.map(jnp.add, so_far, sums), dh_cD
 
+    if so_far is not None:
+        (terms, d_head), dh_KcD = jax.lax.scan(add_chunk, (no_loss(form), so_far), (h_KcD, target_Kc))
+        return _total(terms, form), d_head, dh_KcD
     # The first chunk, instead of zeros: XLA:TPU would allocate these when a step begins. With a barrier, or its logits'
     # gradient would wait in memory for one of the two products that read it.
     first, dh_first_cD = jax.lax.optimization_barrier(of_chunk(h_KcD[0], target_Kc[0]))
     (terms, d_head), dh_KcD = jax.lax.scan(add_chunk, first, (h_KcD[1:], target_Kc[1:]))
-    dh_KcD = jnp.concatenate([dh_first_cD[None], dh_KcD])
-    return _total(terms, form), (dh_KcD, jax.tree.map(lambda d, own: d.astype(own.dtype), d_head, stored))
+    return _total(terms, form), d_head, jnp.concatenate([dh_first_cD[None], dh_KcD])
+
+
+def _forward(form: LossForm, h_KcD: jax.Array, head: Head, target_Kc: jax.Array) -> tuple[HeadLoss, _Gradients]:
+    loss, d_head, dh_KcD = _summed(form, h_KcD, head, target_Kc, None)
+    return loss, (dh_KcD, _stored_as(head, d_head))
+
+
+def _stored_as(head: Head, d_head: Head) -> Head:
+    return jax.tree.map(lambda d, own: d.astype(own.dtype), d_head, head)
 
 
 def _backward(form: LossForm, gradients: _Gradients, d: HeadLoss) -> tuple[jax.Array, Head, None]:
-    # d.total itself in half precision would scale all by a rounding error
-    dh_KcD, d_head = jax.tree.map(lambda each: (each.astype(jnp.float32) * d.total).astype(each.dtype), gradients)
+    dh_KcD, d_head = _scaled(gradients, d.total)
     return dh_KcD, d_head, None
 
 
+def _scaled(gradients: Tree, d_total: jax.Array) -> Tree:
+    # d_total itself in half precision would scale all by a rounding error
+    return jax.tree.map(lambda each: (each.astype(jnp.float32) * d_total).astype(each.dtype), gradients)
+
+
 _by_chunks.defvjp(_forward, _backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _onto(
+    form: LossForm,
+    is_last: bool,
+    h_KcD: Float[Array, "K c D"],
+    head: Head,
+    target_Kc: Int[Array, "K c"],
+    so_far: Head | None,
+) -> tuple[HeadLoss, Head]:
+    return _onto_forward(form, is_last, h_KcD, head, target_Kc, so_far)[0]
+
+
+def _onto_forward(
+    form: LossForm, is_last: bool, h_KcD: jax.Array, head: Head, target_Kc: jax.Array, so_far: Head | None
+) -> tuple[tuple[HeadLoss, Head], tuple[jax.Array, Head | None]]:
+    loss, d_head, dh_KcD = _summed(form, h_KcD, head, target_Kc, so_far)
+    return (loss, d_head), (dh_KcD, _stored_as(head, d_head) if is_last else None)
+
+
+def _onto_backward(
+    form: LossForm, is_last: bool, gradients: tuple[jax.Array, Head | None], d: tuple[HeadLoss, Head]
+) -> tuple[jax.Array, Head | None, None, None]:
+    dh_KcD, d_head = _scaled(gradients, d[0].total)
+    return dh_KcD, d_head, None, None
+
+
+_onto.defvjp(_onto_forward, _onto_backward)

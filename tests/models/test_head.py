@@ -10,7 +10,15 @@ import pytest
 
 from moe_jax.config import ModelConfig, MoEConfig
 from moe_jax.config.loss_chunks import tokens_of_chunk
-from moe_jax.models.head import NO_TARGET, SOURCE_STEP, HeadLoss, LossForm, LossTerms, head_loss
+from moe_jax.models.head import (
+    NO_TARGET,
+    SOURCE_STEP,
+    HeadLoss,
+    LossForm,
+    LossTerms,
+    head_loss,
+    head_loss_onto,
+)
 from tests import references
 
 MODEL = ModelConfig(vocab_size=40, hidden_size=16, num_layers=1, num_attention_heads=2, moe=MoEConfig(num_experts=0))
@@ -58,6 +66,33 @@ def test_chunks_have_the_loss_and_gradients_of_the_whole(tied, bias, z_weight, l
     without_gradient = jax.jit(loss_of(model, loss_chunk, z_weight))(params, x_BnD, target_Bn)
     chex.assert_trees_all_close(without_gradient, expected[0], rtol=1e-5)
     chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("tied", "bias", "z_weight"), [(False, False, 0.0), (True, True, 0.3)])
+def test_gradients_of_microbatches_added_up_in_one_array_are_those_of_the_whole(tied, bias, z_weight):
+    model = dataclasses.replace(MODEL, tie_word_embeddings=tied, head_bias=bias)
+    params, x_BnD, target_Bn = example(model)
+    mean = loss_of(model, None, z_weight)
+    grad = jax.jit(jax.value_and_grad(mean, argnums=(0, 1), has_aux=True))
+    expected, (d_params, d_x_BnD) = grad(params, x_BnD, target_Bn)
+    params, x_BnD, target_Bn = jax.tree.map(jnp.asarray, (params, x_BnD, target_Bn))
+    totals, of_params, of_x, sums = [], [], [], None
+    for r in range(3):
+
+        def share(params, x_1nD, r=r, sums=sums):
+            target_1n = target_Bn[r : r + 1]
+            loss, so_far = head_loss_onto(params, x_1nD, target_1n, model, 3, LossForm(z_weight), sums, is_last=r == 2)
+            return loss.total / target_Bn.size, so_far
+
+        total, pullback, sums = jax.vjp(share, params, x_BnD[r : r + 1], has_aux=True)
+        totals.append(total)
+        for grads, found in zip((of_params, of_x), pullback(jnp.float32(1)), strict=True):
+            grads.append(found)
+    np.testing.assert_allclose(sum(totals), expected[0], rtol=1e-5)
+    chex.assert_trees_all_close(jax.tree.map(lambda *each: sum(each), *of_params), d_params, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(np.concatenate(of_x), d_x_BnD, rtol=1e-5, atol=1e-6)
+    if not tied:
+        assert [bool(jnp.any(grads["head"])) for grads in of_params] == [False, False, True]
 
 
 @pytest.mark.parametrize("loss_chunk", [None, 7])

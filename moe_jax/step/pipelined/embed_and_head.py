@@ -41,12 +41,11 @@ def embedding_gradient(
 def share_of_loss(dims: StepDims, params: Tree, x_bND: jax.Array, tokens: LocalTokens) -> LossTerms:
     """Return this device's share of the terms of the head's loss, without multi-token prediction."""
     tasks = _tasks(dims, params, x_bND, tokens)
-    form = tasks.loss_form
-    tasks.loss_form = form._replace(has_mtp=False)
-    tasks.losses = no_loss(tasks.loss_form)
+    with_mtp = tasks.heads.losses
+    tasks.heads.without_mtp()
     for r in range(dims.microbatches):
         tasks.forward(Action("F", "head", NO_BLOCK, r))
-    return tasks.losses._replace(mtp_loss=no_loss(form).mtp_loss)
+    return tasks.heads.losses._replace(mtp_loss=with_mtp.mtp_loss)
 
 
 class HeadGradients(NamedTuple):
@@ -67,7 +66,7 @@ def head_gradients(dims: StepDims, params: Tree, x_bND: jax.Array, tokens: Local
     """
     tasks = _tasks(dims, params, x_bND, tokens)
     _run_head(dims, tasks)
-    return HeadGradients(tasks.losses, _joined(dims, tasks.dx), tasks.pullbacks.grads["head", NO_BLOCK], [], None)
+    return HeadGradients(tasks.heads.losses, _joined(dims, tasks.dx), tasks.pullbacks.grads["head", NO_BLOCK], [], None)
 
 
 def head_gradients_with_mtp(
@@ -96,9 +95,9 @@ def head_gradients_with_mtp(
     grads["embedding"] = grads.get("embedding", 0) + of_embedding
     parts, stats = None, sums.stats()
     if stats is not None:
-        parts = parts_of(no_loss(tasks.loss_form), stats, sums.count_ME, dims.routed_tokens, model.moe)
+        parts = parts_of(no_loss(tasks.heads.form), stats, sums.count_ME, dims.routed_tokens, model.moe)
     max_logit_lH = tasks.max_logit_LH()
-    return HeadGradients(tasks.losses, _joined(dims, tasks.dx), grads, [sums.own(1)], parts, max_logit_lH)
+    return HeadGradients(tasks.heads.losses, _joined(dims, tasks.dx), grads, [sums.own(1)], parts, max_logit_lH)
 
 
 def _run_head(dims: StepDims, tasks: Tasks) -> None:

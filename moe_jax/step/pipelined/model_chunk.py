@@ -197,7 +197,7 @@ class ModelChunk:
         stats: RouterStats | None = sums.stats()
         parts = None
         if stats is not None:
-            parts = parts_of(tasks.losses, stats, sums.count_ME, self.dims.routed_tokens, sums.model.moe)
+            parts = parts_of(tasks.heads.losses, stats, sums.count_ME, self.dims.routed_tokens, sums.model.moe)
         x_bND = self._joined(tasks.x)
         saved = _ChunkResiduals(
             tasks.pullbacks.stored, tasks.lane_overflow.overflows, sums.share_ME if self._moe else None, x_bND

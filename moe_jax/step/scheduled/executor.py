@@ -16,9 +16,8 @@ from moe_jax.models.dispatch import Arrival, Flow, Piece, in_blocks
 from moe_jax.models.dispatchers.hot import joined
 from moe_jax.models.dispatchers.protocol import CapacityState, DispatchMetadata, ExpertRows
 from moe_jax.models.dispatchers.ragged import Stored, lane_experts
-from moe_jax.models.head import HeadLoss, LossForm, no_loss
 from moe_jax.models.moe import RouterContext, RouterStats
-from moe_jax.models.mtp import MTPInputs, after_mtp_input, decoder_loss
+from moe_jax.models.mtp import MTPInputs, after_mtp_input
 from moe_jax.models.transformer import (
     ComputeConfig,
     Routed,
@@ -31,8 +30,9 @@ from moe_jax.models.transformer import (
 from moe_jax.parallel.all_to_all import ragged
 from moe_jax.parallel.ordering import depend_on
 from moe_jax.parallel.sequence_shards import LocalTokens
-from moe_jax.parallel.trees import OF_HEAD, Params, Tree
+from moe_jax.parallel.trees import Params, Tree
 from moe_jax.schedule.actions import Action
+from moe_jax.step.scheduled.head_tasks import HeadTasks
 from moe_jax.step.scheduled.hot_copies import HotCopies, Pass
 from moe_jax.step.scheduled.issue_order import IssueOrder
 from moe_jax.step.scheduled.lane_overflow import ExpertWeights, LaneOverflow
@@ -89,8 +89,7 @@ class Tasks:
         self.stats: dict[tuple[int, int], RouterStats] = {}  # by block and microbatch
         self.max_logits: dict[int, jax.Array] = {}  # by block [1, H]; of all blocks of a scan [L, H] by its first one
         self.share: Callable[[int], jax.Array]  # block → each expert's share of the block's (token, choice) pairs
-        self.loss_form = LossForm.of(dims.config)
-        self.losses = no_loss(self.loss_form)  # of the head
+        self.heads = HeadTasks(dims, self.ends, self.tokens, self.mtp, self.pullbacks)
         in_loop = tokens is None and dims.first_block is None
         self.order = IssueOrder(
             dims.compute.platform, gathering is not None, in_loop and dims.compute.exchanges_inside_nodes
@@ -218,21 +217,10 @@ class Tasks:
         return lanes._replace(main_LbD=main, rest_R=self.lane_overflow.forward(block, p, lanes, filled_L))
 
     def _head(self, action: Action) -> None:
-        model, blocks = self.dims.config.model, len(self.dims.shape.kinds)
-
-        def share(weights: Tree, x: list[jax.Array], r: int) -> HeadLoss:
-            target_Bn, mtp_BnD = self.tokens[r].target_Bn, x[1] if len(x) > 1 else None
-            sizes = self.dims.loss_divisor, model, self.dims.compute.loss_chunk
-            return decoder_loss(weights, x[0], target_Bn, *sizes, self.loss_form, mtp_BnD, self.mtp[r])
-
-        names = (*OF_HEAD, "embedding") if model.tie_word_embeddings else OF_HEAD
-        weights = {name: self.ends[name] for name in names if name in self.ends}
         for r in self.dims.microbatches_of(action):
-            self.add_combine_to_residual(r, blocks)
+            self.add_combine_to_residual(r, len(self.dims.shape.kinds))
             x = [self.decoded.pop(r), self.x.pop(r)] if self.dims.shape.mtp else [self.x.pop(r)]
-            loss: HeadLoss = self.pullbacks.differentiate(("head", action.block, r), partial(share, r=r), weights, x)
-            self.order.record_compute(loss.total)
-            self.losses = jax.tree.map(jnp.add, self.losses, loss.terms)
+            self.order.record_compute(self.heads.forward(action.block, r, x))
 
     # backward
 
@@ -249,8 +237,7 @@ class Tasks:
 
     def _head_back(self, action: Action) -> None:
         for r in self.dims.microbatches_of(action):
-            d_loss = HeadLoss.cotangent(self.order.after_compute(jnp.float32(1)), self.loss_form)
-            *of_decoded, self.dx[r] = self.pullbacks.pull(("head", action.block, r), jax.tree.leaves(d_loss))
+            *of_decoded, self.dx[r] = self.heads.backward(action.block, r, self.order.after_compute(jnp.float32(1)))
             if of_decoded:
                 (self.d_decoded[r],) = of_decoded
             self.order.record_compute(self.dx[r])

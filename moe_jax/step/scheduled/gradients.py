@@ -170,5 +170,7 @@ def _gathered(total: Callable[[int], Tree], model: ModelConfig, stacked: dict[in
 
 def _parts(sums: GradientReducer, inputs: StepInputs, context: StepContext) -> ObjectiveParts:
     tasks = sums.tasks
-    parts = parts_of(tasks.losses, sums.stats(), sums.count_ME, tasks.dims.routed_tokens, context.config.model.moe)
+    parts = parts_of(
+        tasks.heads.losses, sums.stats(), sums.count_ME, tasks.dims.routed_tokens, context.config.model.moe
+    )
     return with_max_logits(parts, tasks.max_logit_LH(), inputs.batch_part.part, inputs.batch_part.parts)
