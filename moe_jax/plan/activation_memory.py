@@ -344,7 +344,8 @@ class _DeferredCounts(NamedTuple):
 
 _DEFERRED: dict[Mode, _DeferredCounts] = {
     "all": _DeferredCounts(float32=0, queries=0, hidden=0, rows=0, pairs=0),  # all re-use the buffers of activations
-    "least": _DeferredCounts(float32=2, queries=1, hidden=2, rows=1, pairs=0),  # so do queries, keys and the first row
+    # with logits of all pairs so do queries, keys and the first row
+    "least": _DeferredCounts(float32=2, queries=1, hidden=2, rows=1, pairs=0),
     "dots": _DeferredCounts(float32=2, queries=5, hidden=4, rows=2, pairs=1),
     "full": _DeferredCounts(float32=1, queries=6, hidden=4, rows=2, pairs=0),
 }
@@ -354,13 +355,15 @@ def deferred_bytes(sizes: DeviceSizes, model: ModelConfig, kind: str, mode: Mode
     """Bytes that a block's activation gradients leave to weight gradients that run later, as read off traced steps.
 
     Values that fit into buffers of activations that are no longer read do not count: those of the softmax, or all that
-    a `remat` stores.
+    a `remat` stores. Attention in tiles leaves no such buffers.
     """
     moe, counts, computed = model.moe, _DEFERRED[mode], sizes.rows.computed if kind == "moe" else 0
     mlps = _mlps(model, kind)
     hidden = sizes.tokens * sum(mlps) / sizes.tensor + computed * moe.intermediate_size / sizes.expert_tensor
     rows = model.hidden_size * (sizes.local_tokens * len(mlps) + computed)
     pairs = 0 if sizes.tile else sizes.pairs
+    if mode == "least" and pairs == 0:
+        counts = counts._replace(queries=_DEFERRED["full"].queries)
     numbers = counts.queries * sizes.tokens * sizes.heads * model.qk_width + counts.hidden * hidden + counts.rows * rows
     deferred = 4 * counts.float32 * sizes.local_tokens * model.hidden_size + sizes.item * (
         numbers + counts.pairs * pairs

@@ -51,7 +51,7 @@ def pipelined_memory(
     )
     repeats = settings.remat == "chunk"
     residuals, slot = slot, 2 * stream if repeats else slot  # a chunk's input and output
-    activations = outline.saved * slot + (outline.activations + outline.gradients + 4) * stream
+    activations = outline.saved * slot + (outline.activations + outline.gradients + 2) * stream
     if outline.has_pairs and platform == "cpu":
         activations += slot  # copied out of its slot for a pass that also fills one
     split = PIPELINE_FACTS[settings.pipeline].split_weight_grad

@@ -243,9 +243,12 @@ table(
     "memory.md",
     "| activations, compiled for |",
     {
-        f"{where}, h100": _digits(found["allocated_gb"], found["planned_gb"], found["host_temporaries_gb"])
+        f"{where}, {target.partition('_')[0]}": _digits(
+            found["allocated_gb"], found["planned_gb"], found["host_temporaries_gb"]
+        )
+        for target in ("h100_1x1x8", "v5p_2x2x2")
         for where, key in (("on the device", "device"), ("in host memory", "host"))
-        for found in (result("offload_h100_1x1x8")["activations"][key],)
+        for found in (result(f"offload_{target}")["activations"][key],)
     },
 )
 _by_memory = {
@@ -259,18 +262,17 @@ table(
     "compiled.md",
     "| step | ms |",
     {
-        row: _digits(
+        row: microbatches
+        + _digits(
             *(_steps[name][f"{what}_ms"] for what in ("step", "communication", "exposed")),
             _steps[name]["temporary_gib"],
             digits=1,
         )
-        for row, name in (
-            ("DeepSeek-V2-Lite, plain, capacity", "fine+vanilla+capacity"),
-            ("the same, `unified`", "fine+unified2+capacity"),
-            ("DeepSeek-V2-Lite, `unified`, dropless", "fine+unified2+dropless"),
-            ("Mixtral, plain, capacity", "coarse+vanilla+capacity"),
-            ("the same in `unified`", "coarse+unified2+capacity"),
-        )
+        for model, widths in (("DeepSeek-V2-Lite", "fine"), ("Mixtral", "coarse"))
+        for text, schedule in (("plain", "vanilla"), ("2 microbatches", "unified2"), ("4 microbatches", "unified4"))
+        for microbatches in (text.removesuffix("plain").removesuffix("microbatches"),)
+        for room in ("capacity", "dropless")
+        for row, name in ((f"{model}, {text}, {room}", f"{widths}+{schedule}+{room}"),)
     },
 )
 table(

@@ -114,8 +114,11 @@ def _fully_sharded_plans() -> list[Piece]:
 
 
 def _peer_shapes() -> list[Piece]:
-    programs = result("peer_shapes_v5p_2x2x2")["programs"].values()
-    fine, coarse = (each["attention_ms"] for each in programs if "attention_ms" in each)
+    programs = result("peer_shapes_v5p_2x2x2")["programs"].items()
+    fine, coarse = (
+        next(found["attention_ms"] for name, found in programs if name.startswith(f"{widths}+unified2+capacity"))
+        for widths in ("fine", "coarse")
+    )
     text = f"take {fine} ms of DeepSeek-V2-Lite's `unified` step with a capacity, and {coarse} ms of Mixtral's"
     return [("compiled.md", text)]
 
