@@ -19,8 +19,7 @@ class Compiler(NamedTuple):
     own_gradients: bool  # also without a loop, a block's gradients and casts have buffers besides those of all blocks
     stacks_first: bool  # gradients of all blocks are allocated before the blocks above a loop run backward
     exchange_targets: bool  # what a block's exchanges fill exists at once, in a loop's backward pass (ZeRO 0 to 2)
-    gaps: float  # ratio of allocated temporaries to those in use at once, in a plain step
-    scheduled_gaps: float  # the same in a scheduled step
+    gaps: float  # ratio of allocated temporaries to those in use at once
     pipelined_bytes: int  # counted with a pipelined step's temporaries
     casts_of_blocks: bool  # a plain step with remat casts the weights of all blocks before its loops (ZeRO 0 to 2)
     casts_of_parts: bool  # weights of all blocks are cast once, outside of the loop over parts of a batch
@@ -45,7 +44,6 @@ _GPU = Compiler(
     stacks_first=False,
     exchange_targets=False,
     gaps=1.0,
-    scheduled_gaps=1.0,
     pipelined_bytes=0,
     casts_of_blocks=False,
     casts_of_parts=False,
@@ -69,7 +67,6 @@ _TPU = Compiler(
     stacks_first=True,
     exchange_targets=True,
     gaps=1.02,
-    scheduled_gaps=1.03,
     pipelined_bytes=50 * 10**6,
     casts_of_blocks=True,
     casts_of_parts=True,

@@ -177,7 +177,6 @@ def step_memory(
             "working": working + (0 if compiler.stacks_first else of_iteration),
         }
     moment: Moment = max(moments, key=lambda name: sum(moments[name].values()))
-    gaps = compiler.scheduled_gaps if facts.orders_tasks else compiler.gaps
     parts = {name: int(moments[moment].get(name, 0)) for name in TEMPORARIES}
     return StepMemory(
         moment=moment,
@@ -186,7 +185,7 @@ def step_memory(
         activations_on_host=int(on_host),
         batch=int(4 * sizes.sequences * config.train.grad_accumulation * (config.data.seq_len + 1)),
         **parts,
-        lost=int((gaps - 1) * sum(parts.values())),
+        lost=int((compiler.gaps - 1) * sum(parts.values())),
     )
 
 
