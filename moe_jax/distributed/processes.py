@@ -210,8 +210,12 @@ def largest(number: float) -> float:
 def from_process(source: int, value: Any) -> Any:
     """Broadcast the value of process `source`, which must fit in JSON; all processes call it."""
     text = json.dumps(value).encode()
+    if jax.process_count() == 1:
+        return json.loads(text)
     length = allgather(len(text))[source]
-    return json.loads(allgather_rows(np.frombuffer(text.ljust(length)[:length], np.uint8))[source].tobytes())
+    own = np.frombuffer(text.ljust(length)[:length], np.uint8)
+    sent = multihost_utils.broadcast_one_to_all(own, is_source=jax.process_index() == source)
+    return json.loads(np.asarray(sent, np.uint8).tobytes())
 
 
 def main_first(action: Callable[[], T]) -> T:

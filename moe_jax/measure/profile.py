@@ -8,7 +8,7 @@ collective.
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from moe_jax.measure.costs import collective_of, collective_seconds, compute_seconds
 from moe_jax.measure.hlo import HloModule, Instruction
@@ -50,20 +50,43 @@ def measured_profile(
     return _profile(program, seconds_of)
 
 
-def measured_seconds(operations: Sequence[TracedOperation]) -> dict[str, float]:
-    """Return the seconds of each instruction of a trace, on its first device.
+def measured_seconds(program: HloModule, operations: Sequence[TracedOperation], steps: int) -> dict[str, float]:
+    """Return the seconds of one run of each instruction in a trace of some steps, on its first device.
 
     Compute has the median of its runs. A collective has the shortest, which includes the least waiting for other
-    devices.
+    devices. An instruction may launch several kernels, each of which is an operation of the trace: those of one run are
+    added up. In loops with an unknown number of iterations each counts as a run.
     """
     device = first_device(operations) if operations else ""
     spans: dict[tuple[str, bool], list[float]] = defaultdict(list)
-    for each in operations:
+    for each in sorted(operations, key=lambda operation: operation.start_s):
         if each.device == device:
             spans[each.name, each.communicates].append(each.end_s - each.start_s)
+    runs_of = dict(_runs_in_step(program, program.computations[program.entry], 1))
+
+    def of_runs(name: str, found: list[float]) -> list[float]:
+        runs = steps * (runs_of.get(name) or 0)
+        if runs == 0 or len(found) % runs:
+            return found
+        kernels = len(found) // runs
+        return [sum(found[i : i + kernels]) for i in range(0, len(found), kernels)]
+
     return {
-        name: min(found) if communicates else statistics.median(found) for (name, communicates), found in spans.items()
+        name: min(of_runs(name, found)) if communicates else statistics.median(of_runs(name, found))
+        for (name, communicates), found in spans.items()
     }
+
+
+def _runs_in_step(
+    program: HloModule, lines: Iterable[Instruction], runs: int | None
+) -> Iterator[tuple[str, int | None]]:
+    """Yield how often each instruction, also inside of loops, runs in a step; None: unknown."""
+    for line in lines:
+        yield line.name, runs
+        trips = program.trip_count(line) if line.opcode == "while" else 1
+        inside = None if runs is None or trips is None else runs * trips
+        for name in line.called:
+            yield from _runs_in_step(program, program.computations[name], inside)
 
 
 def is_profile(text: str) -> bool:

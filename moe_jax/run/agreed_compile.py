@@ -1,12 +1,13 @@
 """A program that all processes of a run compile in the background, each its own, until every one of them has it."""
 
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import IntEnum
 
 from jax.stages import Compiled
 
-from moe_jax.distributed.processes import allgather
+from moe_jax.distributed.processes import allgather, is_main_process
 
 
 class State(IntEnum):
@@ -29,6 +30,8 @@ class AgreedCompile:
         """The state of all processes together. All of them call it, while no step runs."""
         program = self._program
         own = State.COMPILING if not program.done() else State.FAILED if program.exception() else State.COMPILED
+        if own is State.FAILED and not is_main_process():  # which reports its own reason
+            print(f"a step cannot be compiled, {self.reason}", file=sys.stderr, flush=True)
         states = allgather(own)
         return next(state for state in (State.COMPILING, State.FAILED, State.COMPILED) if state in states)
 
@@ -39,4 +42,5 @@ class AgreedCompile:
     @property
     def reason(self) -> str:
         """The first line of the compiler's error, once a process has failed."""
-        return str(self._program.exception() or "on another process").partition("\n")[0]
+        error = self._program.exception()
+        return str(error).partition("\n")[0] or type(error).__name__ if error else "on another process"

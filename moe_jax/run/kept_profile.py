@@ -1,8 +1,9 @@
 """The measured profile that a run keeps in its folder: times of a step's instructions, by which XLA:GPU schedules it.
 
-A profile belongs to one program. It is measured again after a change of settings, mesh, devices or versions.
+A profile belongs to one program. It is measured again after a change of settings, mesh, devices, flags or versions.
 """
 
+import hashlib
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -16,16 +17,18 @@ from moe_jax.files.atomic import write_atomically
 from moe_jax.files.untrusted import read_json
 from moe_jax.measure.profile import is_profile
 from moe_jax.paths import shown
-from moe_jax.step.compile import has_profile
+from moe_jax.step.compile import StepProgram, has_profile
+from moe_jax.step.compile_cache import compiler_environment
 
 FILE = "step_profile.json"
 _PLATFORMS = ("gpu",)  # whose compiler reads profiles
+_MOST_BYTES = 16 * 2**20  # of the file, which process 0 sends to all others
 
 
 class KeptProfile(NamedTuple):
     """What a run has measured for a program."""
 
-    step_program: str  # the fingerprint of the step by estimated times
+    step_key: str  # `step_key` of the step by estimated times
     profile: str | None  # None: the step by estimated times is faster
 
     def write(self, folder: Path, step_s: dict[str, float]) -> None:
@@ -47,21 +50,26 @@ def check_profile_steps(config: Config, mesh: Mesh) -> None:
         )
 
 
-def kept_profile(folder: Path, fingerprint: str) -> KeptProfile | None:
-    """The profile of the run in `folder` for this program, the same on all processes; None without one.
+def step_key(program: StepProgram) -> str:
+    """What a profile belongs to: the program, and all that changes the names and times of its instructions."""
+    return hashlib.sha256(repr((program.fingerprint, compiler_environment())).encode()).hexdigest()[:16]
+
+
+def kept_profile(folder: Path, key: str) -> KeptProfile | None:
+    """The profile of the run in `folder` for the step with this key, the same on all processes; None without one.
 
     All processes call it. Process 0 prints what it finds.
     """
     kept = None
     if is_main_process():
-        kept, message = _find(folder / FILE, fingerprint)
+        kept, message = _find(folder / FILE, key)
         if message:
             print(shown(message), flush=True)
     kept = from_process(0, kept)
     return None if kept is None else KeptProfile(*kept)
 
 
-def _find(path: Path, fingerprint: str) -> tuple[KeptProfile | None, str]:
+def _find(path: Path, key: str) -> tuple[KeptProfile | None, str]:
     """The profile in a file, if it is of this program, and a message."""
     try:
         kept = _read(path)
@@ -69,7 +77,7 @@ def _find(path: Path, fingerprint: str) -> tuple[KeptProfile | None, str]:
         return None, f"warning: {path} is invalid ({error}): the step is measured again"
     if kept is None:
         return None, ""
-    if kept.step_program != fingerprint:
+    if kept.step_key != key:
         return None, f"{path} is of another program: the step is measured again"
     if kept.profile is None:
         return kept, f"{path}: the step was slower by measured times, so it is compiled by estimated ones"
@@ -79,10 +87,10 @@ def _find(path: Path, fingerprint: str) -> tuple[KeptProfile | None, str]:
 def _read(path: Path) -> KeptProfile | None:
     if not path.exists():
         return None
-    content = read_json(path)
-    if not isinstance(content, dict) or not isinstance(content.get("step_program"), str):
+    content = read_json(path, _MOST_BYTES)
+    if not isinstance(content, dict) or not isinstance(content.get("step_key"), str):
         raise ValueError("it names no program")
     profile = content.get("profile")
     if profile is not None and not (isinstance(profile, str) and is_profile(profile)):
         raise ValueError("its profile has other lines than times of instructions")
-    return KeptProfile(content["step_program"], profile)
+    return KeptProfile(content["step_key"], profile)

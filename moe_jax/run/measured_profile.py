@@ -2,26 +2,30 @@
 
 A run first trains by estimated times (`step/compile.py`). It compiles the same schedule without CUDA graphs, traces a
 few steps of it, and compiles the step by the traced times, all while training continues. Then it times both programs
-and continues with the faster one.
+and continues with the faster one. Whatever fails, the run continues by estimated times, after a warning.
 """
 
 import statistics
+import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
 import jax
+from jax._src import profiler as jax_profiler  # a session that cannot be written has no public way to end
 from jax.stages import Compiled
 
 from moe_jax.distributed.processes import from_process, is_main_process
 from moe_jax.files.atomic import reason
 from moe_jax.measure.hlo import parse
 from moe_jax.measure.profile import measured_profile, measured_seconds
-from moe_jax.measure.trace import TraceError, read_trace
+from moe_jax.measure.trace import TracedOperation, read_trace
+from moe_jax.plan.units import size
 from moe_jax.run.agreed_compile import AgreedCompile, State
-from moe_jax.run.kept_profile import FILE, KeptProfile
-from moe_jax.run.profiler import start_trace, wait_for_all
+from moe_jax.run.kept_profile import FILE, KeptProfile, step_key
+from moe_jax.run.profiler import start_trace
 from moe_jax.run.setup import Run
 from moe_jax.run.tuning import WARMUP_STEPS
 from moe_jax.step.compile import StepProgram
@@ -88,10 +92,14 @@ class ProfileGuided:
         for _ in range(_ROUNDS):
             yield from self._timing(by_profile, measured_s)
             yield from self._timing(self._first, estimated_s)
-        return by_profile if self._choose(program, profile, estimated_s, measured_s) else self._first
+        with self._meter.paused():
+            is_faster = from_process(0, self._choose(program, profile, estimated_s, measured_s))
+        return by_profile if is_faster else self._first
 
     def _compiling(self, program: StepProgram, name: str) -> Generator[Compiled, None, Compiled | None]:
-        """Compile while training continues; returns None, after a warning, if a process fails."""
+        """Compile while training continues; returns None, after a warning, if a process fails or it needs too much
+        memory.
+        """
         self._log.info(f"step {self._step}: compiling {name} while training continues")
         compiling = AgreedCompile(lambda: compiled(program))
         while True:
@@ -99,71 +107,140 @@ class ProfileGuided:
                 yield self._first
             with self._meter.paused():  # processes must not communicate while a step does
                 state = compiling.agreed_state()
+                problem = ""
+                if state is State.COMPILED:
+                    problem = from_process(0, _memory_problem(compiling.result(), self._first))
+            if state is State.FAILED:
+                problem = f"cannot be compiled, {compiling.reason}"
+            if problem:
+                self._warn(f"{name} {problem}")
+                return None
             if state is State.COMPILED:
                 return compiling.result()
-            if state is State.FAILED:
-                self._warn(f"{name} cannot be compiled, {compiling.reason}")
-                return None
 
     def _tracing(self, program: StepProgram, traced: Compiled) -> Generator[Compiled, None, str | None]:
         """Trace steps on process 0; returns the profile, or None after a warning."""
-        count = self._run.config.schedule.profile_steps
+        count, trace = self._run.config.schedule.profile_steps, _Trace()
+        while any(step in self._busy for step in range(self._step, self._step + WARMUP_STEPS + count + 1)):
+            yield self._first
         for _ in range(WARMUP_STEPS):
             yield traced
-        while any(step in self._busy for step in range(self._step, self._step + count)):
-            yield traced
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        try:
             with self._meter.paused():
-                if is_main_process():
-                    start_trace(Path(folder))
-                wait_for_all("have started to trace")
-            self.is_tracing = True
-            try:
+                problem = from_process(0, trace.start() if is_main_process() else "")
+            if not problem:
+                self.is_tracing = True
                 for _ in range(count):
                     yield traced
-                self._meter.wait()
-            finally:
                 self.is_tracing = False
-                if is_main_process():
-                    jax.profiler.stop_trace()
             with self._meter.paused():
-                return from_process(0, self._profile(Path(folder), program, traced) if is_main_process() else None)
+                found = self._profile(trace, program, traced) if is_main_process() and not problem else ("", problem)
+                profile, problem = from_process(0, found)
+        finally:
+            self.is_tracing = False
+            trace.drop()
+        if problem:
+            self._warn(problem)
+            return None
+        return str(profile)
 
-    def _profile(self, folder: Path, program: StepProgram, traced: Compiled) -> str | None:
-        text = traced.as_text() or ""
+    def _profile(self, trace: "_Trace", program: StepProgram, traced: Compiled) -> tuple[str, str]:
+        """The profile, or a problem."""
+        text, steps = traced.as_text() or "", self._run.config.schedule.profile_steps
         try:
-            seconds = measured_seconds(read_trace(folder, text))
-        except TraceError as error:
-            self._warn(str(error))
-            return None
+            module = parse(text)
+            seconds = measured_seconds(module, trace.operations(text), steps)
+        except Exception as error:  # a profiler that cannot write or a trace that cannot be read raises anything
+            return "", f"the trace of its instructions failed, {_first_line(error)}"
         if not seconds:
-            self._warn("jax's profiler saw none of the step's instructions, for which it may lack a permission")
-            return None
+            return "", "jax's profiler saw none of the step's instructions, for which it may lack a permission"
         has_tasks = self._run.trainer.kind.facts.orders_tasks
-        return measured_profile(parse(text), seconds, program.target, program.num_devices, has_tasks)
+        return measured_profile(module, seconds, program.target, program.num_devices, has_tasks), ""
 
     def _timing(self, program: Compiled, seconds: list[float]) -> Generator[Compiled, None, None]:
-        for number in range(WARMUP_STEPS + _ROUND):
+        for number in range(WARMUP_STEPS + _ROUND + 1):
             yield program
             if number > WARMUP_STEPS and self._meter.step_s is not None:  # the time of the step before this one
                 seconds.append(self._meter.step_s)
 
-    def _choose(self, program: StepProgram, profile: str, estimated_s: list[float], measured_s: list[float]) -> bool:
-        """Whether the program by measured times is faster, as process 0 decides, reports and keeps."""
+    def _choose(
+        self, program: StepProgram, profile: str, estimated_s: Sequence[float], measured_s: Sequence[float]
+    ) -> bool:
+        """Whether the program by measured times is faster, which process 0 reports and keeps."""
         if not is_main_process():
-            return bool(from_process(0, None))
-        estimated, measured = (statistics.median(each or [0.0]) for each in (estimated_s, measured_s))
+            return False
+        if not (estimated_s and measured_s):
+            self._warn("too few of its steps could be timed")
+            return False
+        estimated, measured = statistics.median(estimated_s), statistics.median(measured_s)
         is_faster = measured < estimated
         self._log.info(
             f"step {self._step}: {human_seconds(measured)} per step by measured times of instructions, "
             f"{human_seconds(estimated)} by estimated ones: continuing with {'measured' if is_faster else 'estimated'}"
         )
-        kept = KeptProfile(program.fingerprint, profile if is_faster else None)
+        kept = KeptProfile(step_key(program), profile if is_faster else None)
         try:
             kept.write(self._run.folder, {"estimated": estimated, "measured": measured})
         except OSError as error:
             self._log.warn(f"{FILE} cannot be written ({reason(error)}): a later start measures again")
-        return bool(from_process(0, is_faster))
+        return is_faster
 
     def _warn(self, problem: str) -> None:
         self._log.warn(f"step {self._step}: {problem}: continuing with estimated times of its instructions")
+
+
+class _Trace:
+    """A trace of this process in a temporary folder."""
+
+    def __init__(self) -> None:
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._is_on = False
+
+    def start(self) -> str:
+        """Start the profiler; returns what went wrong."""
+        try:
+            self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+            start_trace(Path(self._folder.name))
+        except Exception as error:  # no folder, or another trace
+            return f"its instructions cannot be traced, {_first_line(error)}"
+        self._is_on = True
+        return ""
+
+    def operations(self, program: str) -> list[TracedOperation]:
+        """Stop the profiler and return what it has seen. Raises anything."""
+        assert self._folder is not None
+        jax.profiler.stop_trace()
+        self._is_on = False
+        return read_trace(Path(self._folder.name), program)
+
+    def drop(self) -> None:
+        """Stop the profiler, if it is on, and remove what it has written."""
+        if self._is_on:
+            self._is_on = False
+            try:
+                jax.profiler.stop_trace()
+            except Exception as error:
+                print(f"warning: a trace cannot be stopped, {_first_line(error)}", file=sys.stderr, flush=True)
+                with suppress(AttributeError):
+                    jax_profiler._profile_state.reset()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+
+def _memory_problem(program: Compiled, first: Compiled) -> str:
+    """Whether a program needs more memory than the one in use and than the device has, in words."""
+    needed, before = map(_num_bytes, (program, first))
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", before)
+    return f"needs {size(needed)} per device of {size(limit)}" if needed > max(before, limit) else ""
+
+
+def _num_bytes(program: Compiled) -> int:
+    memory = program.memory_analysis()
+    if memory is None:
+        return 0
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return int(memory.argument_size_in_bytes + memory.temp_size_in_bytes + results)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__

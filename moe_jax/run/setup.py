@@ -39,7 +39,7 @@ from moe_jax.run.choose_grouped_matmul import with_fastest_product
 from moe_jax.run.export_tokenizer import save_tokenizer
 from moe_jax.run.identity import Identity, identity_of
 from moe_jax.run.init_from import check_source, source_params
-from moe_jax.run.kept_profile import check_profile_steps, kept_profile
+from moe_jax.run.kept_profile import check_profile_steps, kept_profile, step_key
 from moe_jax.run.model_tokenizer import check_tokens
 from moe_jax.run.process_agreement import check_same_data
 from moe_jax.run.resolve_auto import run_cluster
@@ -197,7 +197,7 @@ def compile_programs(run: Run) -> Programs:
     if not run.first_step:  # else the state is restored
         init.begin()
     program = step_program(trainer, run.batch_shape, run.target)
-    kept = kept_profile(run.folder, program.fingerprint) if run.config.schedule.profile_steps else None
+    kept = kept_profile(run.folder, step_key(program)) if run.config.schedule.profile_steps else None
     to_measure = program if run.config.schedule.profile_steps and kept is None else None
     if kept is not None and kept.profile is not None:
         program = program.with_measured(kept.profile)

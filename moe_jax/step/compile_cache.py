@@ -104,12 +104,16 @@ def cached_number(name: str, measure: Callable[[], float]) -> float:
     return number
 
 
-def _path(*key: Any) -> Path:
-    """Return the cache file for these keys on these devices, with this version of jax."""
+def compiler_environment() -> list[Any]:
+    """Return what changes a compiled program besides its source: devices, versions, flags."""
     device = jax.local_devices()[0]
     here = [jax.__version__, jax.process_count(), jax.device_count(), device.device_kind]
-    here += [device.client.platform_version, *(os.environ.get(name) for name in _COMPILE_ENVIRONMENT)]
-    return _own_folder() / hashlib.sha256(repr((key, here)).encode()).hexdigest()
+    return [*here, device.client.platform_version, *(os.environ.get(name) for name in _COMPILE_ENVIRONMENT)]
+
+
+def _path(*key: Any) -> Path:
+    """Return the cache file for these keys on these devices, with this version of jax."""
+    return _own_folder() / hashlib.sha256(repr((key, compiler_environment())).encode()).hexdigest()
 
 
 def _own_folder() -> Path:

@@ -52,16 +52,35 @@ def test_of_a_real_program_every_exchange_and_every_product_of_a_task_has_a_time
             assert found[line.name] > 0
 
 
-def run(name: str, us: float, device: str = "0", communicates: bool = False) -> TracedOperation:
-    return TracedOperation(name, "", communicates, "", 1.0, 1.0 + 1e-6 * us, device)
+def run(name: str, us: float, device: str = "0", communicates: bool = False, start_s: float = 1.0) -> TracedOperation:
+    return TracedOperation(name, "", communicates, "", start_s, start_s + 1e-6 * us, device)
+
+
+def in_us(seconds: dict[str, float]) -> dict[str, int]:
+    return {name: round(1e6 * each) for name, each in seconds.items()}
 
 
 def test_of_several_runs_compute_has_the_median_and_a_transfer_the_one_that_waits_least() -> None:
+    toy = program("\n".join([operand(40), start("s", 40), work("a", 7, "F.expert.0.0"), done("s")]), BODY)
     product = [run("a", us) for us in (5, 90, 7)]
     transfer = [run("s", us, communicates=True) for us in (40, 30, 900)]
-    found = measured_seconds([*product, *transfer, run("a", 1000, device="10"), run("a", 1000, device="1")])
-    assert {name: round(1e6 * seconds) for name, seconds in found.items()} == {"a": 7, "s": 30}
-    assert measured_seconds([]) == {}
+    others = [run("a", 1000, device="10"), run("a", 1000, device="1")]
+    assert in_us(measured_seconds(toy, [*product, *transfer, *others], 3)) == {"a": 7, "s": 30}
+    assert measured_seconds(toy, [], 3) == {}
+
+
+def test_the_kernels_of_one_run_are_added_up() -> None:
+    """A product in parts and their sum; in a loop of four iterations there are four runs in each step."""
+    loop = 'while(%x40), condition=%more, body=%turn, backend_config={"known_trip_count":{"n":"4"}}'
+    body = f"%turn () -> s32[] {{\n  {work('b', 6, 'F.expert.0.0')}\n}}\n%more () -> pred[] {{\n}}\n"
+    toy = program("\n".join([operand(40), work("a", 7, "F.expert.0.0"), f"%w = s32[] {loop}"]), BODY + body)
+    kernels = [run("a", us, start_s=i) for i, us in enumerate([5, 1000, 8, 6, 900, 9])]
+    assert in_us(measured_seconds(toy, kernels, 2)) == {"a": (1013 + 915) // 2}
+    assert in_us(
+        measured_seconds(toy, [run("b", us, start_s=i) for i, us in enumerate([1, 3, 3, 3, 3, 3, 9, 9])], 2)
+    ) == {"b": 3}
+    pairs = [run("b", us, start_s=i) for i, us in enumerate([10, 1] * 8)]
+    assert in_us(measured_seconds(toy, pairs, 2)) == {"b": 11}
 
 
 def test_measured_times_replace_estimated_ones_of_tasks_and_transfers() -> None:

@@ -1,8 +1,8 @@
 """A run that measures its step's instructions: what it runs at each step, on every process, and what it keeps."""
 
 import json
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ from moe_jax.measure.trace import TracedOperation, TraceError
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.run import agreed_compile, kept_profile, measured_profile, setup
 from moe_jax.run.agreed_compile import AgreedCompile
-from moe_jax.run.kept_profile import FILE, KeptProfile, check_profile_steps
+from moe_jax.run.kept_profile import FILE, KeptProfile, check_profile_steps, step_key
 from moe_jax.run.loop import train
 from moe_jax.run.measured_profile import ProfileGuided
 from moe_jax.step.compile import StepProgram
@@ -30,30 +30,36 @@ ENTRY %main (x: f32[2]) -> f32[2] {
 """
 PROFILE = 'costs { name: "y" cost_us: 3.000 }\n'
 STEPS = 2  # to trace
-FIRST = SimpleNamespace(name="estimated")
 
 
 class Source:
     """What a step is compiled from; the name of a program says how."""
 
-    target, num_devices, fingerprint = None, 2, "0123"
+    target, num_devices, fingerprint = None, 2, "4567"
 
-    def __init__(self, name: str = "estimated", error: str = ""):
-        self.name, self.error = name, error
+    def __init__(self, name: str = "estimated", error: str = "", num_bytes: int = 10 * 10**9):
+        self.name, self.error, self.num_bytes = name, error, num_bytes
 
     @property
     def for_tracing(self) -> "Source":
-        return Source("traced", self.error)
+        return Source("traced", self.error, self.num_bytes)
 
     def with_measured(self, profile: str) -> "Source":
         assert profile == PROFILE
         return Source("measured")
 
 
+def named(name: str, num_bytes: int = 10 * 10**9) -> Any:
+    memory = SimpleNamespace(
+        argument_size_in_bytes=num_bytes, temp_size_in_bytes=0, output_size_in_bytes=0, alias_size_in_bytes=0
+    )
+    return SimpleNamespace(name=name, as_text=lambda: HLO, memory_analysis=lambda: memory)
+
+
 def compiled(source: Source) -> Any:
     if source.error:
         raise RuntimeError(source.error)
-    return SimpleNamespace(name=source.name, as_text=lambda: HLO)
+    return named(source.name, source.num_bytes)
 
 
 def wait_for_compilers(patch: pytest.MonkeyPatch) -> None:
@@ -70,41 +76,52 @@ class Scene:
         self.sent: list[Any] = []
         self.said: list[str] = []
         self.traced: list[int] = []  # steps before which tracing starts, and below 0 before which it stops
-        self.seconds = {"estimated": 0.5, "measured": 0.4, "traced": 0.9}
+        self.seconds: dict[str, float | None] = {"estimated": 0.5, "measured": 0.4, "traced": 0.9}
         self.trace: Callable[[], list[TracedOperation]] = lambda: [
             TracedOperation("y", "F.expert.0.0", False, "", 1.0, 1.000003, "0")
         ]
         wait_for_compilers(patch)
         patch.setattr(measured_profile, "compiled", compiled)
         patch.setattr(measured_profile, "read_trace", lambda folder, text: self.trace())
-        patch.setattr(measured_profile, "wait_for_all", lambda processes: self.sent.append(processes))
         patch.setattr(measured_profile, "start_trace", lambda folder: self.traced.append(self._step))
-        patch.setattr(jax.profiler, "stop_trace", lambda: self.traced.append(-self._step))
+        patch.setattr(jax.profiler, "stop_trace", self.stop)
+
+    def stop(self) -> None:
+        assert self.traced[-1] > 0, "not started"
+        self.traced.append(-self._step)
 
     def run(self, process: int, source: Source | None, last: int, busy: range = range(0)) -> list[str]:
         """The names of the programs of all steps."""
-        received, self.sent = list(self.sent), []
+        received, self.sent, paused = list(self.sent), [], [False]
 
         def from_process(sender: int, value: Any) -> Any:
+            assert paused[0], "a step runs"
             self.sent.append(value if process == 0 else received[len(self.sent)])
             return self.sent[-1]
 
         def allgather(number: int) -> list[int]:
+            assert paused[0], "a step runs"
             self.sent.append(int(number))
             return [number, number if process == 0 else received[len(self.sent) - 1]]
 
-        for module in (measured_profile, kept_profile):
+        @contextmanager
+        def pause() -> Iterator[None]:
+            paused[0] = True
+            yield
+            paused[0] = False
+
+        for module in (measured_profile, kept_profile, agreed_compile):
             self._patch.setattr(module, "is_main_process", lambda: process == 0)
         self._patch.setattr(measured_profile, "from_process", from_process)
         self._patch.setattr(agreed_compile, "allgather", allgather)
         schedule = ScheduleConfig(policy="unified", microbatches=2, profile_steps=STEPS)
         trainer = SimpleNamespace(kind=SimpleNamespace(facts=SimpleNamespace(orders_tasks=True)))
         run: Any = SimpleNamespace(config=Config(schedule=schedule), folder=self.folder, first_step=0, trainer=trainer)
-        meter: Any = SimpleNamespace(step_s=None, paused=nullcontext, wait=lambda: None)
+        meter: Any = SimpleNamespace(step_s=None, paused=pause)
         log: Any = SimpleNamespace(info=self.said.append, warn=self.said.append)
         names, name = [], "estimated"
         any_source: Any = source
-        first: Any = FIRST
+        first = named("estimated")
         with ProfileGuided(run, any_source, first, meter, log, busy) as guided:
             for step in range(1, last + 1):
                 self._step = step
@@ -130,14 +147,14 @@ def lengths(names: list[str]) -> list[tuple[str, int]]:
     return found
 
 
-ROUND = [("measured", 13), ("estimated", 13)]
+ROUND = [("measured", 14), ("estimated", 14)]
 COMPILING = ("estimated", 10)
 
 
 @pytest.mark.parametrize("faster", ["estimated", "measured"])
 def test_the_faster_of_two_programs_is_chosen_by_all_processes(scene: Scene, faster: str) -> None:
     scene.seconds[faster] = 0.3
-    names = scene.run(0, Source(), last=80)
+    names = scene.run(0, Source(), last=90)
     sent = list(scene.sent)
     assert lengths(names)[:5] == [COMPILING, ("traced", 3 + STEPS), COMPILING, *ROUND]
     assert names[-1] == faster
@@ -147,7 +164,7 @@ def test_the_faster_of_two_programs_is_chosen_by_all_processes(scene: Scene, fas
     assert kept["profile"] == (PROFILE if faster == "measured" else None)
     scene.seconds = dict.fromkeys(scene.seconds, 1.0)  # whatever process 1 measures
     (scene.folder / FILE).unlink()
-    assert scene.run(1, Source(), last=80) == names
+    assert scene.run(1, Source(), last=90) == names
     assert scene.sent == sent, "both communicate in the same order"
     assert not (scene.folder / FILE).exists(), "process 0 writes"
 
@@ -158,11 +175,12 @@ def test_nothing_is_measured_unasked(scene: Scene) -> None:
     assert not scene.sent
 
 
-def test_steps_that_are_traced_otherwise_keep_their_program(scene: Scene) -> None:
-    """A trace in the way delays the other one, and does not mix two programs."""
-    names = scene.run(0, Source(), last=200, busy=range(15, 30))
-    assert len(set(names[13:29])) == 1
-    assert scene.traced == [30, -32]
+@pytest.mark.parametrize("begins", [12, 15, 16])
+def test_steps_that_are_traced_otherwise_keep_their_program(scene: Scene, begins: int) -> None:
+    """A trace in the way delays the other one, and is of the program that the run usually has."""
+    names = scene.run(0, Source(), last=200, busy=range(begins, 30))
+    assert set(names[:29]) == {"estimated"}
+    assert scene.traced == [33, -35]
     assert names[-1] == "measured"
 
 
@@ -174,10 +192,15 @@ def test_a_step_that_cannot_be_compiled_or_traced_trains_as_before(scene: Scene,
     def unreadable() -> list[TracedOperation]:
         raise TraceError("the trace is cut")
 
+    def odd() -> list[TracedOperation]:
+        raise KeyError("ts")
+
     for source, trace, problem in (
         (Source(error="out of memory\nand more"), nothing, "a step to trace cannot be compiled, out of memory"),
+        (Source(num_bytes=11 * 10**9), nothing, "a step to trace needs 11.0 GB per device of 10.0 GB"),
         (Source(), nothing, "jax's profiler saw none of the step's instructions"),
-        (Source(), unreadable, "the trace is cut"),
+        (Source(), unreadable, "the trace of its instructions failed, the trace is cut"),
+        (Source(), odd, "the trace of its instructions failed, 'ts'"),
     ):
         scene.trace, scene.sent = trace, []
         names = scene.run(0, source, last=40)
@@ -188,6 +211,34 @@ def test_a_step_that_cannot_be_compiled_or_traced_trains_as_before(scene: Scene,
         assert names[-1] == "estimated"
         assert "measured" not in names
         assert not (scene.folder / FILE).exists()
+        assert sum(scene.traced) <= 0, "the profiler is off"
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_profiler_that_does_not_start_or_stop_ends_no_run(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, process: int
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("the disk is full")
+
+    for module, name, problem in (
+        (measured_profile, "start_trace", "its instructions cannot be traced, the disk is full"),
+        (jax.profiler, "stop_trace", "the trace of its instructions failed, the disk is full"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, broken)
+            names = scene.run(0, Source(), last=40)
+            if process:
+                assert scene.run(1, Source(), last=40) == names
+        assert problem in scene.said[-1]
+        assert names[-1] == "estimated"
+
+
+def test_without_times_nothing_is_chosen(scene: Scene) -> None:
+    scene.seconds["measured"] = None
+    assert scene.run(0, Source(), last=90)[-1] == "estimated"
+    assert "too few of its steps could be timed" in scene.said[-1]
+    assert not (scene.folder / FILE).exists()
 
 
 def test_a_run_that_ends_early_says_so_and_stops_the_profiler(scene: Scene) -> None:
@@ -212,7 +263,7 @@ def test_a_run_measures_once_and_trains_the_same(
     compile_it = StepProgram.compile
 
     def keep(self: ProfileGuided, program: StepProgram, profile: str) -> bool:
-        KeptProfile(program.fingerprint, profile).write(self._run.folder, {})
+        KeptProfile(step_key(program), profile).write(self._run.folder, {})
         return True
 
     def spy(self: StepProgram, *given: Any) -> Any:
@@ -252,11 +303,11 @@ def test_a_run_measures_once_and_trains_the_same(
     ("content", "message"),
     [
         ("{", "is invalid"),
-        ('{"step_program": 3}', "it names no program"),
-        ('{"step_program": "0123", "profile": "costs { evil }"}', "its profile has other lines than times"),
-        (json.dumps({"step_program": "4567", "profile": PROFILE}), "is of another program: the step is measured again"),
-        (json.dumps({"step_program": "0123", "profile": None}), "the step was slower by measured times"),
-        (json.dumps({"step_program": "0123", "profile": PROFILE}), "the step is compiled by the measured times in"),
+        ('{"step_key": 3}', "it names no program"),
+        ('{"step_key": "0123", "profile": "costs { evil }"}', "its profile has other lines than times"),
+        (json.dumps({"step_key": "4567", "profile": PROFILE}), "is of another program: the step is measured again"),
+        (json.dumps({"step_key": "0123", "profile": None}), "the step was slower by measured times"),
+        (json.dumps({"step_key": "0123", "profile": PROFILE}), "the step is compiled by the measured times in"),
     ],
 )
 def test_what_a_run_finds_in_its_folder(

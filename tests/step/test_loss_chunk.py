@@ -9,6 +9,7 @@ import pytest
 from moe_jax.config import Config, MoEConfig
 from moe_jax.step.compile import batch_shape, step_program
 from moe_jax.step.losses import ObjectiveParts, metrics_of
+from moe_jax.step.scheduled.issue_order import IssueOrder
 from moe_jax.step.scheduled.step_dims import StepDims
 from moe_jax.step.trainer import make_trainer
 from tests.small import first_params, small_config, tokens_of
@@ -61,3 +62,20 @@ def test_the_heads_gradient_is_in_memory_once_however_many_microbatches():
         return memory.temp_size_in_bytes
 
     assert abs(temporaries(5) - temporaries(2)) < 2**20
+
+
+def test_the_next_task_waits_for_the_one_weight_gradient_of_the_head(monkeypatch):
+    """Other microbatches' are zeros, for which nothing would wait."""
+    shapes: list[tuple[int, ...]] = []
+    record = IssueOrder.record_compute
+
+    def spy(self, result, *others):
+        shapes.append(result.shape)
+        record(self, result, *others)
+
+    monkeypatch.setattr(IssueOrder, "record_compute", spy)
+    schedule = UNIFIED | {"weight_grad": "greedy"}
+    config = in_chunks(small_config(2, 1, schedule=schedule, model={"num_layers": 1}, **DENSE), 5)
+    trainer = make_trainer(config, mesh_of(config))
+    trainer.step.trace(*trainer.step_shapes(batch_shape(config, trainer.mesh)))
+    assert shapes.count((config.model.hidden_size, config.model.vocab_size)) == 1

@@ -329,7 +329,8 @@ class Tasks:
         parts = self.dims.pieces_of(action) if action.op == "expert" else self.dims.microbatches_of(action)
         for part in parts:
             gradient = self.pullbacks.waiting.pop((action.op, action.block, part)).weights(self.order.after_compute)
-            self.order.record_compute(*jax.tree.leaves(gradient))
+            if action.op != "head" or self.heads.returns_gradients(part):
+                self.order.record_compute(*jax.tree.leaves(gradient))
             self.pullbacks.add((action.op, action.block), gradient)
             if action.op == "expert":
                 self.hot.weights(action.block, part, self.order)

@@ -35,6 +35,7 @@ class HeadTasks:
         self._dims, self._ends, self._tokens, self._mtp, self._pullbacks = dims, ends, tokens, mtp, pullbacks
         self._sums: Head | None = None  # the head's gradients, of these microbatches
         self._num_left = dims.microbatches
+        self._last = -1  # the microbatch that has run last
 
     def without_mtp(self) -> None:
         """Leave multi-token prediction out of the loss."""
@@ -45,7 +46,7 @@ class HeadTasks:
         """Return the loss of microbatch r. `x` is its residual stream, after that of the decoder if a module for
         multi-token prediction follows.
         """
-        config, self._num_left = self._dims.config, self._num_left - 1
+        config, self._num_left, self._last = self._dims.config, self._num_left - 1, r
         names = (*OF_HEAD, "embedding") if config.model.tie_word_embeddings else OF_HEAD
         weights = {name: self._ends[name] for name in names if name in self._ends}
 
@@ -67,6 +68,10 @@ class HeadTasks:
         if self._adds_gradients(r):
             cotangents += jax.tree.leaves(jax.tree.map(jnp.zeros_like, self._sums))  # which nothing reads
         return self._pullbacks.pull(("head", block, r), cotangents)
+
+    def returns_gradients(self, r: int) -> bool:
+        """Return whether microbatch r returns gradients of the head, or only adds them up."""
+        return not self._adds_gradients(r) or r == self._last
 
     def _adds_gradients(self, r: int) -> bool:
         model, loss_chunk = self._dims.config.model, self._dims.compute.loss_chunk
