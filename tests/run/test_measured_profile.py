@@ -283,19 +283,20 @@ def test_a_run_measures_once_and_trains_the_same(
     for folder in (plain, measured):
         folder.mkdir()
     monkeypatch.setattr(measured_profile, "_ROUNDS", 0)
+    monkeypatch.setattr(measured_profile, "_ROUND", 2)
     profiled = [*settings, f"schedule.profile_steps={STEPS}"]
     wait_for_compilers(monkeypatch)
-    train(config_in(measured, *profiled, "train.steps=28"))
+    train(config_in(measured, *profiled, "train.steps=12"))
     output = capsys.readouterr().out
-    assert "step 16: compiling the step by measured times while training continues\n" in output
+    assert "step 8: compiling the step by measured times while training continues\n" in output
     assert used[:2] == [None, None]
     assert used[2].count("cost_us") > 100
     assert 'name: "' in used[2]
-    train(config_in(measured, *profiled, "train.steps=30"))
+    train(config_in(measured, *profiled, "train.steps=14"))
     output = capsys.readouterr().out
     assert f"the step is compiled by the measured times in {measured / FILE}\n" in output
     assert used[3:] == [used[2]]
-    train(config_in(plain, *settings, "train.steps=30"))
+    train(config_in(plain, *settings, "train.steps=14"))
     assert losses_of(measured) == losses_of(plain), "bit for bit"
 
 
