@@ -46,7 +46,7 @@ def _scope() -> list[Piece]:
         (
             "scope.md",
             f"temporaries are {more(h200)} the plain program's on 8 H200 ({h200['unified']['temporaries']:.1f} and "
-            f"{h200['vanilla']['temporaries']:.1f} GB), {more(nodes)} on 8 × 8 with XLA's attention, and "
+            f"{h200['vanilla']['temporaries']:.1f} GB), {more(nodes)} on 8 × 8, and "
             f"{compiling['temporary_mib_scheduled'] / compiling['temporary_mib_plain']:.2f} × for 32 blocks on CPU",
         ),
         ("scope.md", f"they are {more(v5p)}"),
