@@ -92,7 +92,7 @@ def _fully_sharded() -> list[Piece]:
         ("fully_sharded.md", f"{on_either} gathers are synchronous on either"),
         ("fully_sharded.md", f"{parameters['synchronous_gathers']} of {parameters['gathers']} gathers are synchronous"),
         ("fully_sharded.md", f"Plans are {hundreds(errors[0], 0)} % too high for stage 3"),
-        ("fully_sharded.md", f"{hundreds(-errors[1], 0)} and {hundreds(-errors[2], 0)} % too low for stages 1 and 0"),
+        ("fully_sharded.md", f"{hundreds(errors[1], 0)} and {hundreds(errors[2], 0)} % too high for stages 1 and 0"),
     ]
 
 
