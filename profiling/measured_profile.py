@@ -9,18 +9,17 @@ instructions of the traced program are not those that the scheduler asks for.
 """
 
 import dataclasses
-import hashlib
 import re
 import sys
 from typing import Any
 
-from real_compiler import read_command
-from results_file import rounded, write_result
+from real_compiler import program_hash, read_command, times_ms
+from results_file import write_result
 
 from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import CommandParser, run_command
 from moe_jax.measure.costs import collective_of, collective_seconds
-from moe_jax.measure.hlo import HloModule, parse, without_frames
+from moe_jax.measure.hlo import HloModule, parse
 from moe_jax.measure.overlap import replay
 from moe_jax.measure.profile import estimated_profile, measured_profile
 from moe_jax.measure.targets import Target
@@ -59,15 +58,8 @@ def slowed(target: Target) -> Target:
 def facts(text: str, targets: dict[str, Target], num_devices: int) -> dict[str, Any]:
     """Return a program's hash, and its milliseconds on each target."""
     program = parse(text)
-    result: dict[str, Any] = {"sha256": hashlib.sha256(without_frames(text).encode()).hexdigest()}
-    for name, target in targets.items():
-        times = replay(program, target, num_devices)
-        result[name] = {
-            "step_ms": rounded(1e3 * times.step_s),
-            "communication_ms": rounded(1e3 * times.communication_s),
-            "exposed_ms": rounded(1e3 * times.exposed_s),
-        }
-    return result
+    times = {name: times_ms(replay(program, target, num_devices)) for name, target in targets.items()}
+    return {"sha256": program_hash(text), **times}
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """Ahead-of-time compilation of benchmark programs, without the hardware."""
 
 import argparse
+import hashlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -11,8 +12,10 @@ import jax.numpy as jnp
 from count_argument import check_least
 from jax.sharding import Mesh, PartitionSpec
 from jax.stages import Compiled
+from results_file import rounded
 
-from moe_jax.measure.hlo import HloModule, parse
+from moe_jax.measure.hlo import HloModule, parse, without_frames
+from moe_jax.measure.overlap import Replay
 from moe_jax.measure.targets import ENVIRONMENT, Target, check_compiler, child_environment, find_target
 from moe_jax.measure.temporaries import Temporaries, compile_and_measure
 from moe_jax.schedule.xla_flags import Value, compiler_options
@@ -36,6 +39,17 @@ def read_command(
     if not ENVIRONMENT[target.platform].items() <= os.environ.items():  # it must be set before jax starts
         os.execve(sys.executable, [sys.executable, *sys.argv], child_environment(target))
     return arguments, target
+
+
+def program_hash(text: str) -> str:
+    """Return a hash of all instructions of a scheduled program, without the lines of Python that they come from."""
+    return hashlib.sha256(without_frames(text).encode()).hexdigest()
+
+
+def times_ms(found: Replay) -> dict[str, Any]:
+    """Return the estimated milliseconds of a replayed program."""
+    seconds = {"step": found.step_s, "communication": found.communication_s, "exposed": found.exposed_s}
+    return {f"{name}_ms": rounded(1e3 * each) for name, each in seconds.items()}
 
 
 def row_dtype(platform: str) -> jnp.dtype[Any]:

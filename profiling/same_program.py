@@ -7,19 +7,18 @@ compiler options are for. Targets: v5p:2x2x2, h200:1x1x8, … Takes a few minute
 results/same_program_TARGET.json; exit code 1 if the two programs differ.
 """
 
-import hashlib
 import sys
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
-from real_compiler import read_command
+from real_compiler import program_hash, read_command, times_ms
 from results_file import rounded, write_result
 
 from moe_jax.config import Config
 from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import CommandParser, run_command
-from moe_jax.measure.hlo import parse, without_frames
+from moe_jax.measure.hlo import parse
 from moe_jax.measure.overlap import replay
 from moe_jax.measure.targets import Target, target_of
 from moe_jax.parallel.mesh import make_mesh
@@ -67,10 +66,8 @@ def facts(text: str, target: Target, devices: int) -> dict[str, Any]:
     result = replay(parse(text), target, devices)
     kinds = Counter((each.kind, "async" if each.is_async else "sync") for each in result.collectives)
     return {
-        "sha256": hashlib.sha256(without_frames(text).encode()).hexdigest(),
-        "step_ms": rounded(1e3 * result.step_s),
-        "communication_ms": rounded(1e3 * result.communication_s),
-        "exposed_ms": rounded(1e3 * result.exposed_s),
+        "sha256": program_hash(text),
+        **times_ms(result),
         "exposed_share": rounded(result.exposed_s / result.communication_s),
         "collectives": {f"{kind}, {how}": count for (kind, how), count in sorted(kinds.items())},
     }
