@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.config import Config, ModelConfig
 from moe_jax.config.loss_chunks import tokens_of_chunk
-from moe_jax.models.layers import block_norm, scaled, wide_matmul
+from moe_jax.models.layers import block_norm, scaled, wide_matmul, wide_product
 from moe_jax.parallel.trees import Tree
 
 _SCOPE = "cross_entropy"
@@ -84,8 +84,10 @@ class HeadLoss(NamedTuple):
 
 
 def unembed(params: Tree, x_BnD: Float[Array, "B n D"], model: ModelConfig) -> Float[Array, "B n V"]:
-    """Return logits in float32."""
-    return _head(params, model).logits(_features(params, x_BnD, model))
+    """Return logits in float32. They are not differentiated."""
+    head, h_BnD = _head(params, model), _features(params, x_BnD, model)
+    logit_BnV = wide_product(wide_matmul, h_BnD, head.matrix_DV.astype(h_BnD.dtype))
+    return logit_BnV if head.bias_V is None else logit_BnV + head.bias_V
 
 
 def head_loss(

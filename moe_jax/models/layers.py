@@ -63,6 +63,22 @@ def wide_matmul(x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.matmul(x, w.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
 
 
+def wide_product(product: Callable[..., jax.Array], *operands: jax.Array) -> jax.Array:
+    """Return `product(*operands)`, which is not differentiated, and has a float32 result or intermediate result.
+
+    XLA:CPU cannot compile or run some products of bfloat16 with such results, e.g. of a single row. There the operands
+    are converted, which gives the same products.
+    """
+    if all(each.dtype != jnp.bfloat16 for each in operands):
+        return product(*operands)
+    dtype = jax.eval_shape(product, *operands).dtype
+
+    def of_floats(*operands: jax.Array) -> jax.Array:
+        return product(*(each.astype(jnp.float32) for each in operands)).astype(dtype)
+
+    return jax.lax.platform_dependent(*operands, cpu=of_floats, default=product)
+
+
 class MatrixProduct(NamedTuple):
     """How rows are multiplied by the matrices that they belong to, in the precision of the rows.
 

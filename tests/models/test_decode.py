@@ -1,6 +1,7 @@
 """Cached decoding against the whole forward pass, and causality of the latter."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,9 @@ from moe_jax.config import (
     RopeScalingConfig,
 )
 from moe_jax.models import decode
+from moe_jax.models.attention.core import masked_attention
 from moe_jax.models.head import unembed
+from moe_jax.models.layers import wide_matmul, wide_product
 from moe_jax.models.sampling import Sampling
 from moe_jax.models.transformer import ComputeConfig, forward
 from moe_jax.parallel.mesh import make_mesh
@@ -62,6 +65,24 @@ def on_one_device(function):
 
 def logits_of(params, token_BN, model=MODEL):
     return on_one_device(lambda p, t: unembed(p, forward(p, t, model, COMPUTE)[0], model))(params, token_BN)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_cpus_multiply_what_decoding_does_in_bfloat16(rows: int) -> None:
+    """XLA:CPU cannot multiply one row with a tied head, nor latents of two texts, with float32 results."""
+    draw = np.random.default_rng(0)
+    x, w, query, latents = (
+        jnp.asarray(draw.standard_normal(shape), jnp.bfloat16)
+        for shape in ((rows, 1, 32), (64, 32), (rows, 1, 4, 20), (rows, 16, 1, 20))
+    )
+    found = jax.jit(lambda x, w: wide_product(wide_matmul, x, w.T))(x, w)
+    np.testing.assert_allclose(found, np.float32(x) @ np.float32(w).T, rtol=1e-5, atol=1e-5)
+    mask = jnp.arange(16)[None, None].repeat(rows, axis=0) < 10
+    weighted = functools.partial(masked_attention, mask=mask, scale=0.2)
+    found = jax.jit(lambda q, k: wide_product(weighted, q, k, k))(query, latents)
+    assert found.dtype == jnp.bfloat16
+    exact = weighted(*(each.astype(jnp.float32) for each in (query, latents, latents)))
+    np.testing.assert_allclose(np.float32(found), exact, rtol=0.01, atol=1e-3)
 
 
 LATENT = dataclasses.replace(

@@ -17,7 +17,7 @@ from moe_jax.models.attention.core import AttentionImpl, masked_attention, updat
 from moe_jax.models.attention.kernels import KERNELS
 from moe_jax.models.attention.max_logits import with_max_logits
 from moe_jax.models.attention.over_context import FORMS
-from moe_jax.models.layers import matmul, norm_weight, rms_norm
+from moe_jax.models.layers import matmul, norm_weight, rms_norm, wide_product
 from moe_jax.models.rope import logit_scale, rotate
 from moe_jax.parallel.context import context_ranks, own_positions
 from moe_jax.parallel.sequence_shards import tp_all_gather
@@ -92,14 +92,12 @@ def cached_heads(
     both_BS1 = jnp.moveaxis(cache, -1, 1)[:, :, None]
     plain, rotated = _queries(params, query_BNQ, position_BN, model, view, length)
     latent_query = jnp.einsum("bnhk,rhk->bnhr", plain, params["key"].astype(plain.dtype))
-    out_BNHR = masked_attention(
-        jnp.concatenate([latent_query, rotated], axis=-1),
-        both_BS1,
-        both_BS1,  # the latents alone would be copied for each token
-        visible_slots(position_BN, length, view),
-        logit_scale(model),
-        params.get("sink"),
-    )[..., :rank]
+    mask_BNS, scale, sink = visible_slots(position_BN, length, view), logit_scale(model), params.get("sink")
+
+    def weighted(query: jax.Array, both_BS1: jax.Array) -> jax.Array:
+        return masked_attention(query, both_BS1, both_BS1, mask_BNS, scale, sink)  # the latents alone would be copied
+
+    out_BNHR = wide_product(weighted, jnp.concatenate([latent_query, rotated], axis=-1), both_BS1)[..., :rank]
     return jnp.einsum("bnhr,rhv->bnhv", out_BNHR, params["value"].astype(out_BNHR.dtype)), cache
 
 
