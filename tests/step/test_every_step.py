@@ -43,6 +43,9 @@ OTHERS = {
     "model.rope_scaling.long_factor=[1.5,30] model.rope_scaling.attention_factor=1.2 "
     "mesh.data=1 mesh.context=2 mesh.tensor=2 model.num_layers=2 "
     "model.moe.moe_layer_freq=2 train.loss_chunk=5 train.z_loss_multiplier=0.1 schedule.remat=full optimizer.qk_clip=1",
+    "documents, and queries scaled by positions in them": f"{UNIFIED} {DOCUMENTS} model.attention.nope_every=1 "
+    "model.attention.attn_scale=0.3 model.attention.floor_scale=3 mesh.data=1 mesh.context=2 mesh.expert=2 "
+    "model.num_layers=1 model.moe.moe_layer_freq=1",
     "documents over data ranks": f"{DOCUMENTS} mesh.data=4 model.num_layers=2 model.moe.moe_layer_freq=2 "
     "train.grad_accumulation=2",
     "documents over expert ranks": f"{UNIFIED} {DOCUMENTS} mesh.data=1 mesh.expert=4 model.num_layers=2 "

@@ -68,8 +68,8 @@ def attend(
 
     Tokens attend to tokens of their own document, by the numbers in `document_BL`, which has all tokens of the
     sequences in order, also those of other ranks; None: all are of one document. Rotary positions count from the
-    beginning of a sequence: attention depends only on differences of positions, so counting from the beginning of each
-    document would change nothing but rounding.
+    beginning of a sequence: what they do depends only on differences of positions, so counting from the beginning of
+    each document would change nothing but rounding. Chunks count from there, too.
     """
     h_BnD = block_norm(params, x_BnD, model)
     if view.chunk is not None:  # each is a document by itself

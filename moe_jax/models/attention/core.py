@@ -34,6 +34,15 @@ def same_document(query_BN: Int[Array, "B N"], key_BS: Int[Array, "B S"]) -> Boo
     return query_BN[:, :, None] == key_BS[:, None, :]
 
 
+def position_in_document(position_BN: Int[Array, "B N"], document_BL: Int[Array, "B L"] | None) -> Int[Array, "B N"]:
+    """Return positions in sequences as positions in documents; `document_BL` has those of all tokens, None: one."""
+    if document_BL is None:
+        return position_BN
+    begins_BL = jnp.diff(document_BL, axis=1, prepend=document_BL[:, :1]) != 0
+    begin_BL = jax.lax.cummax(jnp.where(begins_BL, jnp.arange(document_BL.shape[1]), 0), axis=1)
+    return position_BN - jnp.take_along_axis(begin_BL, position_BN, axis=1)
+
+
 def masked_attention(
     query_BNHK: Float[Array, "B N H K"],
     key_BSGK: Float[Array, "B S G K"],

@@ -5,6 +5,7 @@ width. Each of t tensor ranks has n = N/t tokens of a sequence, and computes H/t
 key/value heads. S tokens in the cache.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,11 +13,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import AttentionConfig, AttentionView, ModelConfig
-from moe_jax.models.attention.core import AttentionImpl, masked_attention, update_slots, visible_slots
+from moe_jax.models.attention.core import (
+    AttentionImpl,
+    masked_attention,
+    position_in_document,
+    update_slots,
+    visible_slots,
+)
 from moe_jax.models.attention.kernels import KERNELS
 from moe_jax.models.attention.max_logits import with_max_logits
 from moe_jax.models.attention.over_context import FORMS
-from moe_jax.models.layers import norm, norm_weight, rms_norm
+from moe_jax.models.layers import norm, norm_weight, rms_norm, wide_product
 from moe_jax.models.rope import logit_scale, rotate
 from moe_jax.parallel.context import context_ranks, own_positions
 from moe_jax.parallel.sequence_shards import own_count, tp_all_gather
@@ -39,7 +46,7 @@ def heads(
     h_BND = tp_all_gather(h_BnD, 1)
     positions = jnp.broadcast_to(own_positions(h_BND.shape[1]), h_BND.shape[:2])
     length = h_BND.shape[1] * context_ranks()
-    query, key, value = _project(params, h_BND, positions, model, view, length)
+    query, key, value = _project(params, h_BND, positions, model, view, length, document_BL)
     with jax.named_scope("attention"):
         scale = logit_scale(model)
         if context_ranks() > 1:
@@ -78,7 +85,8 @@ def cached_heads(
     mask_BNS = visible_slots(position_BN, slots, view)
     scale = logit_scale(model)
     if "sink" in params:
-        out = masked_attention(query, keys, values, mask_BNS, scale, params["sink"])
+        weighted = partial(masked_attention, mask=mask_BNS, scale=scale, sink_H=params["sink"])
+        out = wide_product(weighted, query, keys, values)
     else:
         out = jax.nn.dot_product_attention(query, keys, values, mask=mask_BNS[:, None], scale=scale)
     return _gated(params, h_BND, out), (key_BGKS, value_BGKS)
@@ -98,6 +106,7 @@ def _project(
     model: ModelConfig,
     view: AttentionView,
     length: int,
+    document_BL: Int[Array, "B L"] | None = None,
 ) -> tuple[Float[Array, "B N H K"], Float[Array, "B N G K"], Float[Array, "B N G K"]]:
     """Return normed and rotated queries and keys, and values, for sequences of at most `length` tokens."""
 
@@ -116,7 +125,8 @@ def _project(
         if model.qk_l2_norm:
             query, key = (rms_norm(x, jnp.ones(x.shape[-1]), model.rms_norm_eps) for x in (query, key))
     elif model.attention.attn_scale:
-        query = query * _temperature(position_BN, model.attention)[:, :, None, None].astype(query.dtype)
+        number_BN = position_BN if view.chunk is not None else position_in_document(position_BN, document_BL)
+        query = query * _temperature(number_BN, model.attention)[:, :, None, None].astype(query.dtype)
     if model.qk_norm and model.qk_norm_after_rope:
         query, key = normed(query, key)
     return query, key, value
