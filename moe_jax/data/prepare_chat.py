@@ -185,9 +185,9 @@ class _Encoder:
         if not (isinstance(prompt, str) and isinstance(completion, str)):
             raise DataError(f"{where}: prompt and completion must be text: write other turns as messages")
         text = prompt + completion
-        ids, starts = self._tokenizer.encode_with_starts(text)
+        ids, span_T2 = self._tokenizer.encode_with_spans(text)
         begin, end = self._tokenizer.begin_of_text, self._tokenizer.end_of_text
-        counted = _inside(starts, [(len(prompt), len(text))])
+        counted = _inside(span_T2, [(len(prompt), len(text))])
         return _marked(
             np.concatenate([np.array(begin, np.int64), ids, [end]]),
             np.concatenate([np.zeros(len(begin), bool), counted, [True]]),
@@ -207,10 +207,10 @@ class _Encoder:
             conversation = rendered(self.template, messages)
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
-        ids, starts = self._tokenizer.encode_with_starts(conversation.text, special_tokens=True)
+        ids, span_T2 = self._tokenizer.encode_with_spans(conversation.text, special_tokens=True)
         if not len(ids):
             raise DataError(f"{where} has no text: remove it")
-        return _marked(ids, _inside(starts, conversation.answers))
+        return _marked(ids, _inside(span_T2, conversation.answers))
 
 
 def _write(file: Path, split: str, sequences: Iterator[NDArray[np.uint32]], facts: Counter[str]) -> dict[str, int]:
@@ -234,11 +234,13 @@ def _marked(ids: NDArray[np.int64], is_counted: NDArray[np.bool_]) -> NDArray[np
     return tokens
 
 
-def _inside(starts: NDArray[np.int64], spans: list[CharSpan]) -> NDArray[np.bool_]:
-    """Which tokens begin inside of a span of characters."""
+def _inside(span_T2: NDArray[np.int64], answers: list[CharSpan]) -> NDArray[np.bool_]:
+    """Which tokens have a character of an answer. The first one may begin with a space that ends the prompt."""
+    starts, ends = span_T2.T
+    ends = np.maximum(ends, starts + 1)
     inside = np.zeros(len(starts), bool)
-    for begin, end in spans:
-        inside |= (starts >= begin) & (starts < end)
+    for begin, end in answers:
+        inside |= (ends > begin) & (starts < end)
     return inside
 
 

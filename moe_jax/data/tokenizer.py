@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moe_jax.data.long_text import Encoded, encode_long
 from moe_jax.data.tokens import BPE_FILE, BYTES_VOCAB_SIZE, META_FILE, check_tokenizer_file, find_data, read_meta
@@ -128,16 +129,17 @@ class BpeTokenizer:
     def encode_long(self, pieces: Iterable[str]) -> Iterator[list[int]]:
         return encode_long(map(_without_surrogates, pieces), self._encode_with_starts)
 
-    def encode_with_starts(self, text: str, special_tokens: bool = False) -> Encoded:
-        """Return the tokens of a text, with the character at which each begins.
+    def encode_with_spans(self, text: str, special_tokens: bool = False) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the tokens of a text [T], and the characters at which each begins and ends [T, 2].
 
         With `special_tokens`, those that the text spells out are themselves, as in a rendered chat template.
         """
         self._bpe.encode_special_tokens = not special_tokens
         try:
-            return self._encode_with_starts([_without_surrogates(text)])[0]
+            found = self._bpe.encode(_without_surrogates(text), add_special_tokens=False)
         finally:
             self._bpe.encode_special_tokens = True
+        return np.array(found.ids, np.int64), np.array(found.offsets, np.int64).reshape(-1, 2)
 
     def special_token_in(self, text: str) -> str | None:
         """The name of a special token that a text spells out; None if there is none."""

@@ -12,7 +12,7 @@ from moe_jax.config import DataConfig
 from moe_jax.data.chat_template import MARKS, ChatTemplate, rendered
 from moe_jax.data.loader import train_batches, validation_batches
 from moe_jax.data.mixture import Mixture
-from moe_jax.data.prepare_chat import Prepared, pack, prepare_chat
+from moe_jax.data.prepare_chat import Prepared, _inside, pack, prepare_chat
 from moe_jax.data.samples import Samples
 from moe_jax.data.sources import open_tokens
 from moe_jax.data.token_marks import FIRST, PADDING, UNCOUNTED
@@ -108,6 +108,13 @@ def test_prompts_have_no_template_and_completions_an_end(model: Path, tmp_path: 
     assert parts(tmp_path, sequences(tmp_path)[0])[:2] == [("<s>1 + 1 = 2 </s></s>", " 2 </s></s>")] * 2
     ids = sequences(tmp_path)[0] & (UNCOUNTED - 1)
     assert np.count_nonzero(ids == 2) >= 2, "spelled out, the end of a text is its characters"
+
+
+def test_a_token_that_joins_the_end_of_a_prompt_and_an_answer_is_counted() -> None:
+    """As " Nay", after a prompt that ends with a space; not one that ends where the answer begins."""
+    span_T2 = np.array([(0, 4), (4, 5), (5, 9), (9, 9), (9, 12)])
+    assert _inside(span_T2, [(6, 9)]).tolist() == [False, False, True, False, False]
+    assert _inside(span_T2, [(4, 5), (9, 11)]).tolist() == [False, True, False, True, True]
 
 
 def test_generation_blocks_mark_what_the_assistant_says(model: Path, tmp_path: Path) -> None:
