@@ -26,6 +26,7 @@ class Samples:
     seq_len: int  # N
     chunks: ChunkChecksums | None = None  # verifies tokens when read
     end_of_text: int | None = None  # the token after which a document begins, if documents are to be marked
+    begins_with_end: bool = False  # whether a document begins with this token, too
     is_packed: bool = False  # whether the tokens are samples of N + 1 tokens with marks, not one stream
     name: str = ""  # of the source, for messages, if there are several
 
@@ -35,12 +36,14 @@ class Samples:
         is_train = split == "train"
         finds_documents = data.mask_documents and not tokens.is_packed
         own = tokens.train if is_train else tokens.validation
+        meta = tokens.meta if finds_documents else None
         return cls(
             # slicing a memmap costs ten times as much as slicing an array
             own if isinstance(own, TextTokens) else np.asarray(own),
             data.seq_len,
             tokens.train_chunks if is_train else tokens.validation_chunks,
-            tokens.meta.end_of_text if finds_documents and tokens.meta else None,
+            meta.end_of_text if meta else None,
+            bool(meta and meta.begin_of_text and meta.begin_of_text[0] == meta.end_of_text),
             tokens.is_packed,
             f"{tokens.setting}={tokens.path}" if data.sources else "",
         )
@@ -70,7 +73,7 @@ class Samples:
             for row, start in zip(out, starts, strict=True):
                 row[:] = self.tokens[start : start + self.seq_len + 1]
         if self.end_of_text is not None:
-            mark_documents(out, self.end_of_text)
+            mark_documents(out, self.end_of_text, self.begins_with_end)
         return out
 
     def rest(self) -> NDArray[np.int32]:
@@ -83,7 +86,7 @@ class Samples:
         else:
             out = self.tokens[None, start:].astype(np.int32)
         if self.end_of_text is not None:
-            mark_documents(out, self.end_of_text)
+            mark_documents(out, self.end_of_text, self.begins_with_end)
         return out[0]
 
     def _first_intact(self, chunks: ChunkChecksums, number: int) -> int:

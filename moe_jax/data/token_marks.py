@@ -22,12 +22,14 @@ _SOURCE = UNCOUNTED - 1 - _INDEX
 assert MOST_MARKED_SOURCES == (_SOURCE >> _SOURCE_BIT) + 1
 
 
-def mark_documents(token_SN1: NDArray[np.int32], end_of_text: int) -> None:
+def mark_documents(token_SN1: NDArray[np.int32], end_of_text: int, begins_with_end: bool = False) -> None:
     """Mark the first token of each document, in place: the one after an `end_of_text`.
 
-    The first token of a sequence needs no mark.
+    If documents also begin with that token, it is the second of two. The first token of a sequence needs no mark.
     """
-    token_SN1[:, 1:][token_SN1[:, :-1] & _INDEX == end_of_text] |= FIRST
+    is_end = token_SN1 & _INDEX == end_of_text
+    is_first = is_end[:, :-1] & is_end[:, 1:] if begins_with_end else is_end[:, :-1]
+    token_SN1[:, 1:][is_first] |= FIRST
 
 
 def mark_sources(token_SN1: NDArray[np.int32], source_S: NDArray[np.int64]) -> None:

@@ -41,6 +41,15 @@ def test_documents_begin_after_the_end_of_a_text() -> None:
     assert num_targets(batch) == 8
 
 
+def test_a_document_that_begins_with_the_end_of_a_text_keeps_its_beginning() -> None:
+    """Of tokenizers with one token for both."""
+    batch = np.array([[END, 4, 5, END, END, 6, END, END, END, END, 7]], np.int32)
+    mark_documents(batch, END, begins_with_end=True)
+    marked = jnp.asarray(batch)
+    np.testing.assert_array_equal(documents(marked)[0], [0, 0, 0, 0, 1, 1, 1, 2, 3, 4, 4])
+    np.testing.assert_array_equal(counted(marked[:, 1:])[0], [1, 1, 1, 0, 1, 1, 0, 0, 0, 1])
+
+
 def test_an_end_with_a_mark_is_an_end() -> None:
     batch = np.array([[END | UNCOUNTED, 1 | UNCOUNTED, END, 2, 3]], np.int32)
     mark_documents(batch, END)
