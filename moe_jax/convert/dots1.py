@@ -20,8 +20,14 @@ def _model(hf: HfConfig) -> ModelConfig:
         intermediate_size=hf.whole("intermediate_size"),
         qk_norm=True,
         attention=AttentionConfig(bias=hf.flag("attention_bias", False)),
-        moe=biased_router(hf),
+        moe=biased_router(_with_named_scores(hf)),
     )
+
+
+def _with_named_scores(hf: HfConfig) -> HfConfig:
+    """Return the settings with the usual name of the scores: the published file names the choice of experts there."""
+    published = hf.has("scoring_func") and hf.word("scoring_func") == "noaux_tc"
+    return hf.with_values({"scoring_func": "sigmoid"}) if published else hf
 
 
 def _check_no_windows(hf: HfConfig) -> None:

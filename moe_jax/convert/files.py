@@ -68,14 +68,14 @@ class Weights:
     def check(
         self,
         shapes: Mapping[str, tuple[int, ...]],
-        shared: Mapping[str, str] = MappingProxyType({}),
+        shared: Mapping[str, tuple[str, str]] = MappingProxyType({}),
         unread: str | None = None,
     ) -> None:
         """Raise ConvertError unless the folder has tensors of these names and shapes, and no others of the same blocks.
 
         Their types must convert to float32 without rounding, or be those of the quantisation. The keys of `shared` may
-        be missing, or must be equal to the tensors that they are mapped to. Tensors with `unread` in their names may be
-        there, too.
+        be missing, or must be equal to the tensors that they are mapped to, with a cure for messages. Tensors with
+        `unread` in their names may be there, too.
         """
         specs: dict[str, TensorSpec] = {}
         for name, shape in shapes.items():
@@ -103,11 +103,11 @@ class Weights:
                         "names no file that has it: name one there"
                     )
 
-        for copy, name in shared.items():
+        for copy, (name, cure) in shared.items():
             if copy in self._tensors and not are_equal(self._tensors[copy], self._tensors[name]):
                 raise ConvertError(
-                    f"{self._folder / self._tensors[copy].file}: {copy} has other numbers than {name}, which "
-                    "multi-token prediction shares: use model.num_nextn_predict_layers=0"
+                    f"{self._folder / self._tensors[copy].file}: {copy} has other numbers than {name}, of "
+                    f"which it must be a copy: {cure}"
                 )
         blocks = {match[0] for name in specs if (match := _BLOCK.match(name))}
         for name in self._tensors.keys() - specs.keys() - shared.keys():

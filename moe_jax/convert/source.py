@@ -1,7 +1,7 @@
 """Opening a Hugging Face folder, with a check that it contains the expected model before weights are read."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -13,11 +13,12 @@ from moe_jax.convert.files import Weights
 from moe_jax.convert.fused import stored_family
 from moe_jax.convert.hf_config import FILE, ConvertError, config_in, read_config
 from moe_jax.convert.quantized import quantization_of
-from moe_jax.convert.table import array_slices, disk_shapes
+from moe_jax.convert.table import ArrayPath, ArraySlice, array_slices, disk_shapes
 from moe_jax.files.local_copy import local_outline, url_of
 from moe_jax.telemetry.run_log import FILE_NAME as METRICS
 
 _VISION = ("model.visual.", "vision_model.", "multi_modal_projector.")
+_MTP = "model.num_nextn_predict_layers"
 _LEFT_OUT = "its module of multi-token prediction is not read: "
 ORIGIN = "imported_config.json"  # a copy of the config.json of the imported model, in the run's folder
 
@@ -75,19 +76,32 @@ def open_model(folder: Path, model: ModelConfig, upcycle: bool = False) -> Itera
     """
     hf = read_config(folder)
     family = family_of(hf)
-    there, name = family.model(hf), "model.num_nextn_predict_layers"
+    there = family.model(hf)
     here = dense_twin(model) if upcycle else model
     check_same(folder, dataclasses.replace(here, num_nextn_predict_layers=0), there)
     with Weights(folder, quantization_of(hf)) as weights:
         if model.has_mtp and not (family.holds_mtp and mtp.has_module(weights.names(), model)):
             raise ConvertError(
-                f"{name}=1, and the model in {folder} has no module of multi-token prediction: use {name}=0, or "
+                f"{_MTP}=1, and the model in {folder} has no module of multi-token prediction: use {_MTP}=0, or "
                 "another model"
             )
         stored = stored_family(family, weights.names())
         unread = None if family.unread is None else family.unread.part
-        weights.check(disk_shapes(array_slices(model, stored)), mtp.copies(model), unread)
+        slices = array_slices(model, stored)
+        of_mtp = {copy: (name, f"use {_MTP}=0") for copy, name in mtp.copies(model).items()}
+        weights.check(disk_shapes(slices), of_mtp | _tied_heads(model, weights, slices), unread)
         yield weights, stored
+
+
+def _tied_heads(
+    model: ModelConfig, weights: Weights, slices: Mapping[ArrayPath, Sequence[ArraySlice]]
+) -> dict[str, tuple[str, str]]:
+    """Return the heads in the files of a model with tied embeddings, which must be copies of its embedding."""
+    if not model.tie_word_embeddings:
+        return {}
+    (embedding,) = [name for each in slices[("embedding",)] for name in each.names()]
+    heads = [name for name in weights.names() if name.endswith("lm_head.weight")]
+    return dict.fromkeys(heads, (embedding, "set tie_word_embeddings to false in config.json to use it"))
 
 
 def left_out(folder: Path, model: ModelConfig) -> str | None:
@@ -100,7 +114,7 @@ def left_out(folder: Path, model: ModelConfig) -> str | None:
     if family.unread is not None and (unread := sum(family.unread.part in name for name in names)):
         found.append(family.unread.message(hf.with_defaults(family.defaults), unread))
     if not model.has_mtp and family.holds_mtp and mtp.has_module(names, model):
-        found.append(f"{_LEFT_OUT}model.num_nextn_predict_layers=1 reads it")
+        found.append(f"{_LEFT_OUT}{_MTP}=1 reads it")
     elif mtp.has_foreign_module(names):
         found.append(f"{_LEFT_OUT}modules of this kind are not built, and the decoder does not need it")
     if vision := sum(name.startswith(_VISION) for name in names):

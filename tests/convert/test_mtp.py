@@ -165,9 +165,22 @@ def test_copies_may_be_missing_and_must_not_differ(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, params_in(whole, MODEL), params_in(without, MODEL))
     name = f"{ABOVE}embed_tokens.weight"
     other = with_module(tmp_path / "other", **{name: np.zeros((DECODER.vocab_size, DECODER.hidden_size), np.float32)})
-    message = "has other numbers than model.embed_tokens.weight, which multi-token prediction shares: use "
+    message = "has other numbers than model.embed_tokens.weight, of which it must be a copy: use "
     with pytest.raises(ConvertError, match=f"{name} {message}model.num_nextn_predict_layers=0"):
         params_in(other, MODEL)
+
+
+def test_a_head_that_is_not_tied_as_the_config_says_is_refused(tmp_path: Path) -> None:
+    """transformers takes the head of the files, after a warning."""
+    folder, model = changed("llama", tmp_path), model_of("llama")
+    assert model.tie_word_embeddings
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": embedding.copy()}, folder / "model.safetensors")
+    params_in(folder, model)
+    save_file(tensors | {"lm_head.weight": embedding + 1}, folder / "model.safetensors")
+    with pytest.raises(ConvertError, match=r"lm_head.weight has other numbers than .*: set tie_word_embeddings to fal"):
+        params_in(folder, model)
 
 
 def test_a_folder_without_the_module_is_refused(tmp_path: Path) -> None:
