@@ -210,7 +210,8 @@ class _BlockTimes:
     def seconds(self, op: str, directions: str) -> float:
         """Seconds of the tasks of an op in some of the directions F, B and W."""
         shape, stage = self._shape, self._stages[op]
-        return sum(shape.num_parts(each, op) * stage.seconds(Action(each, op, 0, 0), shape) for each in directions)
+        task = "attend" if op == "dense" else op  # a dense block is one attend task
+        return sum(shape.num_parts(each, task) * stage.seconds(Action(each, task, 0, 0), shape) for each in directions)
 
     def _parts(self, direction: Literal["F", "B"]) -> int:
         """The number of parts of a block's slots."""

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -59,6 +60,7 @@ def random_configs(seed: int, count: int) -> list[Config]:
         load_config(None, [*MODEL, "mesh.data=16", "optimizer.zero=3", f"schedule.param_gather={gather}"])
         for gather in ("prefetch", "block")
     ]
+    bases += [replace(bases[0], model=replace(bases[0].model, moe=replace(bases[0].model.moe, moe_layer_freq=2)))]
     found: dict[Config, None] = {}
     while len(found) < count:
         base = rng.choice(bases)
