@@ -219,9 +219,11 @@ class Tuner:
 
         It is excluded from later searches, too.
         """
-        assert self._search is not None
         self._dropped.append(self.in_use)
-        self._search.drop(self.in_use)
+        if self._search is None:  # an earlier start found it best, and it does not work here
+            self._search, self.best_s, self.sample = self._new_search(), None, 0
+        else:
+            self._search.drop(self.in_use)
         self.sample += 1
         return self._next(self._search)
 

@@ -91,6 +91,15 @@ def test_all_that_is_left_may_not_work() -> None:
     assert found.best_s == 1.0
 
 
+def test_what_was_best_at_an_earlier_start_may_not_work_at_this_one() -> None:
+    found = tuner(samples=3)
+    found.resume({"tried": [1, 3], "seconds": [1.0, 0.1], "sample": 2, "dropped": [], "in_use": 0})
+    assert found.observe(5.0) == 3
+    assert not found.searching
+    assert found.drop() != 3
+    assert found.searching
+
+
 def test_what_does_not_work_is_never_tried_again() -> None:
     found = tuner()
     found.observe(1.0)
