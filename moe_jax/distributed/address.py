@@ -4,6 +4,7 @@ import ipaddress
 import re
 
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
+_LONGEST_LABEL = 63  # characters between two dots of a name
 _NUMBERS = re.compile(r"[0-9.]+")
 
 
@@ -15,7 +16,7 @@ def split_address(text: str) -> tuple[str, int] | None:
     bare = host[1:-1]
     if host == f"[{bare}]" and _is_ip(bare, ipaddress.IPv6Address):
         return bare, int(port)
-    if _is_ip(host, ipaddress.IPv4Address) if _NUMBERS.fullmatch(host) else _NAME.fullmatch(host):
+    if _is_ip(host, ipaddress.IPv4Address) if _NUMBERS.fullmatch(host) else _is_name(host):
         return host, int(port)
     return None
 
@@ -23,6 +24,12 @@ def split_address(text: str) -> tuple[str, int] | None:
 def join_address(host: str, port: int) -> str:
     """Join host and port to a text that `split_address` reads."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _is_name(text: str) -> bool:
+    """Whether a text may name a host; a last dot is that of the root."""
+    labels = text.removesuffix(".").split(".")
+    return bool(_NAME.fullmatch(text)) and all(0 < len(label) <= _LONGEST_LABEL for label in labels)
 
 
 def _is_ip(text: str, kind: type[ipaddress.IPv4Address] | type[ipaddress.IPv6Address]) -> bool:

@@ -123,6 +123,9 @@ def _gather(launch: Launch, others: Rendezvous, places: Places, events: Events) 
     if here != places.hosts:
         log(f"{len(here)} of {launch.hosts} hosts continue")
         places.use_hosts(here)
+        if len(places.used) < launch.min_processes:
+            log(f"they have {len(places.used)} processes, and --min-processes={launch.min_processes}: gave up")
+            return EXIT_TRY_AGAIN
     return None
 
 
