@@ -16,7 +16,7 @@ from moe_jax.paths import plain_path, shown
 
 EXIT_BAD_INPUT = 2
 EXIT_DIVERGED = 3
-EXIT_TRY_AGAIN = 75  # the process failed because another one did; sysexits.h calls it EX_TEMPFAIL
+EXIT_TRY_AGAIN = 75  # another process or a store failed, not this one; sysexits.h calls it EX_TEMPFAIL
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in shells
 EXIT_UNREAD = 141  # 128 + SIGPIPE: nobody reads the output any more
 # The system's errors for a path that a user got wrong.
@@ -49,6 +49,12 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint that is missing, damaged, or of another model."""
+
+
+class OutageError(CheckpointError):
+    """Checkpoints that cannot be read for the moment, of which nothing else is known. The launcher tries again."""
+
+    exit_code = EXIT_TRY_AGAIN
 
 
 class DivergedError(UserError):
@@ -90,11 +96,11 @@ def run_command(main: Callable[[], None]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_UNREAD)
     except OSError as error:
+        if not is_bad_path(error):
+            raise
         if error.errno in FULL_DISK:
             place = error.filename or ("standard output" if _output_is_full() else "a file or standard output")
             _exit_with(f"{place}: {error.strerror}: free some space on that disk")
-        if error.errno not in _BAD_NAME or error.filename is None:
-            raise
         _exit_with(f"{os.fspath(error.filename)}: {error.strerror}: name another file or folder")
 
 
@@ -106,6 +112,16 @@ def _output_is_full() -> bool:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return True
     return False
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type if it has none."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def is_bad_path(error: OSError) -> bool:
+    """Whether the system's error is of a path that a user got wrong, or of a full disk."""
+    return error.errno in FULL_DISK or (error.errno in _BAD_NAME and error.filename is not None)
 
 
 def is_full_disk(error: BaseException | None) -> bool:

@@ -13,8 +13,8 @@ from moe_jax.checkpoint.checksums import digest_program, names_of
 from moe_jax.checkpoint.files import FOLDER, STATE, DamagedError, first_line, outage_message
 from moe_jax.checkpoint.record import ArrayRecord, Record
 from moe_jax.checkpoint.storage import storage_of
-from moe_jax.distributed.processes import allgather
-from moe_jax.errors import CheckpointError
+from moe_jax.distributed.processes import allgather, first_problem
+from moe_jax.errors import CheckpointError, OutageError
 from moe_jax.files.object_store import is_outage
 from moe_jax.step.compile_cache import compiled
 
@@ -35,8 +35,8 @@ def array_records(state: Any, digests: Any) -> dict[str, ArrayRecord]:
 def read_arrays(run: Path, record: Record, shapes: Any) -> Any:
     """Read a part of a checkpoint's state onto the devices, with the shardings of `shapes`; all processes call it.
 
-    Raises CheckpointError if the arrays belong to another model or cannot be read now, and DamagedError if they differ
-    from what was saved.
+    Raises CheckpointError if the arrays belong to another model, OutageError if they cannot be read now, and
+    DamagedError if they differ from what was saved.
     """
     _check_shapes(run, record, shapes)
     base = storage_of(run).spec(f"{record.step}/{STATE}")
@@ -47,15 +47,14 @@ def read_arrays(run: Path, record: Record, shapes: Any) -> Any:
         problem, outage = first_line(error), is_outage(error)
     failed = allgather(_OUTAGE if outage else int(found is None))
     if _OUTAGE in failed:
-        raise CheckpointError(outage_message(run, record.step, problem or "another process cannot read it"))
+        raise OutageError(outage_message(run, record.step, first_problem(problem if outage else "")))
     if any(failed):
-        raise DamagedError(problem or "another process cannot read it")
+        raise DamagedError(first_problem(problem))
     digests = jax.device_get(compiled(digest_program(shapes).lower(shapes))(found))
     leaves = array_records(found, digests)
     wrong = next((name for name, leaf in leaves.items() if leaf.digest != record.leaves[name].digest), None)
-    if any(allgather(wrong is not None)):
-        own = f"{wrong} is not what was saved: its digest differs"
-        raise DamagedError(own if wrong else "another process cannot read it")
+    if problem := first_problem(f"{wrong} is not what was saved: its digest differs" if wrong else ""):
+        raise DamagedError(problem)
     return found
 
 

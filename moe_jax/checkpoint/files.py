@@ -9,7 +9,7 @@ import tensorstore
 
 from moe_jax.checkpoint.record import Record, read_record
 from moe_jax.checkpoint.storage import COMMITTED, Storage, storage_of
-from moe_jax.errors import CheckpointError
+from moe_jax.errors import CheckpointError, OutageError
 from moe_jax.files.local_copy import CHECKPOINTS as FOLDER
 from moe_jax.files.object_store import is_outage
 from moe_jax.files.untrusted import parse_json, read_json
@@ -21,6 +21,10 @@ COMMIT_TIME = "commit_timestamp_nsecs"  # in the file with the commit mark
 BY_ORBAX = "item_handlers"  # in that file, if orbax has written it
 
 
+class NoneWholeError(CheckpointError):
+    """There are checkpoints, and all of them are damaged."""
+
+
 class DamagedError(Exception):
     """A checkpoint differs from what was saved. The message is the reason; callers print it in brackets."""
 
@@ -29,7 +33,8 @@ def newest_checkpoint(run: Path, damaged: MutableMapping[int, str] | None = None
     """Return the step of the newest intact checkpoint below a run's folder, or None if there are no checkpoints.
 
     Only the presence and sizes of files are checked. `damaged` maps steps to skip to the reasons; steps that are found
-    damaged here are added. Raises CheckpointError if there are checkpoints and none is intact.
+    damaged here are added. Raises NoneWholeError if there are checkpoints and none is intact, and CheckpointError if
+    they cannot be read.
     """
     damaged = {} if damaged is None else damaged
     steps = steps_of(run)
@@ -42,7 +47,7 @@ def newest_checkpoint(run: Path, damaged: MutableMapping[int, str] | None = None
                 damaged[step] = str(error)
     if steps:
         found = "; ".join(f"{step}: {damaged[step]}" for step in steps)
-        raise CheckpointError(
+        raise NoneWholeError(
             f"no checkpoint in {run / FOLDER} is whole ({found}): use another log.dir, or move them away to start again"
         )
     return None
@@ -51,7 +56,7 @@ def newest_checkpoint(run: Path, damaged: MutableMapping[int, str] | None = None
 def check_files(run: Path, step: int) -> Record:
     """Return the record of a step's checkpoint. Raises DamagedError unless all its files exist in full length.
 
-    Raises CheckpointError if a bucket cannot be read.
+    Raises OutageError if they cannot be read for the moment.
     """
     storage = storage_of(run)
     try:
@@ -65,7 +70,7 @@ def check_files(run: Path, step: int) -> Record:
         _check_arrays(storage, step)
     except Exception as error:  # tensorstore's errors have no common type
         if is_outage(error):
-            raise CheckpointError(outage_message(run, step, first_line(error))) from None
+            raise OutageError(outage_message(run, step, first_line(error))) from None
         raise DamagedError(first_line(error)) from error
     return record
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from moe_jax.checkpoint.checksums import Digest
+from moe_jax.files.object_store import is_outage
 from moe_jax.files.untrusted import parse_json
 from moe_jax.step.context import State
 
@@ -80,11 +81,16 @@ class Readable(Protocol):
 
 
 def read_record(storage: Readable, step: int) -> Record:
-    """Read the record of a step's checkpoint. Raises ValueError if it is missing or damaged."""
+    """Read the record of a step's checkpoint.
+
+    Raises ValueError if it is missing or damaged, and OSError if it cannot be read for the moment.
+    """
     name = METADATA
     try:
         return Record.from_json(parse_json(storage.read(f"{step}/{name}")))
     except OSError as error:
+        if is_outage(error):
+            raise
         reason = " is missing" if error.errno == errno.ENOENT else f": {error.strerror}"
         raise ValueError(f"{name}{reason}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

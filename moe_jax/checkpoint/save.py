@@ -18,14 +18,15 @@ from moe_jax.checkpoint.bucket_writer import BucketWriter
 from moe_jax.checkpoint.checksums import agreed_digests
 from moe_jax.checkpoint.files import FOLDER, DamagedError, check_files, first_line, quarantine, steps_of
 from moe_jax.checkpoint.record import Record
-from moe_jax.checkpoint.save_barrier import SaveBarrier
+from moe_jax.checkpoint.save_barrier import PeerSaveError, SaveBarrier
 from moe_jax.checkpoint.storage import BucketStorage, Storage, storage_of
-from moe_jax.distributed.processes import allgather, is_main_process
+from moe_jax.distributed.processes import allgather, first_problem, is_main_process
 from moe_jax.errors import CheckpointError, ConfigError, is_full_disk
 from moe_jax.files.upload import upload_now
 from moe_jax.plan.units import size
 from moe_jax.telemetry.run_log import RunLog
 
+_FULL = "no room on the disk"
 _RESERVED_BYTES = 10**6  # bytes that a save leaves free on the disk, for other files of a run
 _SHARED_BYTES = 2**20  # of an array that its replicas write together, the least that each writes
 
@@ -121,6 +122,9 @@ class Checkpoints:
             self._quarantine(step, str(error))
         except Exception as error:
             problem = problem or error
+        # a process that only knows that another one has failed leaves it to that one to say why
+        known = "" if problem is None or isinstance(problem, PeerSaveError) else _reason(problem)
+        reason = first_problem(known)
         if not any(allgather(problem is not None)):
             if self._final_error:
                 self._delete_unfinished()
@@ -129,14 +133,10 @@ class Checkpoints:
             return
         self._close()
         self._manager = self._new_manager()  # once the files of the failed save are deleted
-        if is_full_disk(problem):
-            self._report_failure(step, "no room on the disk", "free some space")
-        else:
-            reason = first_line(problem) if problem else "another process failed"
-            damage = "it cannot be read back: " if isinstance(problem, DamagedError) else ""
-            in_bucket = isinstance(self._storage, BucketStorage)
-            cure = "see to the network and the rights in its bucket" if in_bucket else "see to its disk"
-            self._report_failure(step, f"{damage}{reason}", cure)
+        in_bucket = isinstance(self._storage, BucketStorage)
+        cure = "see to the network and the rights in its bucket" if in_bucket else "see to its disk"
+        cure = "free some space" if reason.endswith(_FULL) else cure
+        self._report_failure(step, reason or "another process failed", cure)
 
     def _quarantine(self, step: int, reason: str) -> None:
         try:
@@ -173,8 +173,11 @@ class Checkpoints:
         """Report checkpoints that were deleted during the run, and make their folder again if it is gone."""
         if self._manager is None:
             return
-        missing = [each for each in self._steps() if not self._storage.has(each)]
-        if not any(allgather(bool(missing) or not self._storage.is_there())):
+        missing, is_whole = list[int](), False
+        with suppress(OSError):  # the folder cannot be read, which the new manager finds and reports
+            missing = [each for each in self._steps() if not self._storage.has(each)]
+            is_whole = not missing and self._storage.is_there()
+        if all(allgather(is_whole)):
             return
         if missing:
             steps = ", ".join(map(str, missing))
@@ -183,7 +186,13 @@ class Checkpoints:
         self._manager = self._new_manager()
 
     def _latest(self) -> int | None:
-        return None if self._manager is None else self._manager.latest_step()
+        """The newest saved step. While nothing can be written, it is read from the folder, if that can be."""
+        if self._manager is not None:
+            return self._manager.latest_step()
+        try:
+            return max(steps_of(self._run), default=None)
+        except CheckpointError:
+            return None
 
     def _close(self) -> None:
         if self._manager is not None:
@@ -209,17 +218,19 @@ class Checkpoints:
         If the folder cannot be written, return None and set `_unwritable` to the reason. This is checked first because
         orbax, if it fails there, leaves threads and other processes waiting.
         """
-        self._unwritable = ""
-        if is_main_process():
-            try:
+        steps, problem = list[int](), ""
+        try:
+            if is_main_process():
                 self._storage.prepare()
-            except OSError as error:
-                self._unwritable = error.strerror or str(error)
-        if any(allgather(bool(self._unwritable))):
-            self._unwritable = self._unwritable or "process 0 cannot write it"
+            if isinstance(self._storage, BucketStorage):
+                steps = steps_of(self._run)
+        except (OSError, CheckpointError) as error:
+            problem = getattr(error, "strerror", None) or str(error)
+        self._unwritable = first_problem(problem)
+        if self._unwritable:
             return None
         if isinstance(self._storage, BucketStorage):
-            return BucketWriter(self._storage, steps_of(self._run), self._barrier, lambda: upload_now(self._run))
+            return BucketWriter(self._storage, steps, self._barrier, lambda: upload_now(self._run))
         # orbax compiles a program for each part of an array: smaller parts take longer to cut than to write
         handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=_SHARED_BYTES)
         ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
@@ -241,10 +252,19 @@ def check_room(flag: str, run: Path, state: Any) -> None:
 def _lacking_room(storage: Storage, state: Any) -> str:
     """Return what a checkpoint of a state lacks on the disk of any process; empty if all have room."""
     needed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    free = storage.free_bytes()
+    free = None
+    with suppress(OSError):  # whether it can be written is found elsewhere
+        free = storage.free_bytes()
     if not any(allgather(free is not None and free < needed + _RESERVED_BYTES)):
         return ""
     return f"it takes {size(needed)} and leaves {size(_RESERVED_BYTES)} free, and there are {size(free or 0)} left"
+
+
+def _reason(problem: Exception) -> str:
+    """Say why a save failed."""
+    if is_full_disk(problem):
+        return _FULL
+    return f"{'it cannot be read back: ' if isinstance(problem, DamagedError) else ''}{first_line(problem)}"
 
 
 class _Manager(ocp.CheckpointManager):

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, final
 
-from moe_jax.errors import CheckpointError
+from moe_jax.errors import CheckpointError, OutageError
 from moe_jax.files.atomic import check_writable
 from moe_jax.files.local_copy import CHECKPOINTS, url_of
 from moe_jax.files.object_store import ObjectFolder, StoreError
@@ -36,7 +36,8 @@ class BucketStorage:
         try:
             names = self.folder.names()
         except StoreError as error:
-            raise CheckpointError(f"{self.folder} cannot be read ({error.strerror}): use another log.dir") from None
+            kind = OutageError if error.errno in (errno.ETIMEDOUT, errno.EIO) else CheckpointError
+            raise kind(f"{self.folder} cannot be read ({error.strerror}): use another log.dir") from None
         return [name.partition("/")[0] for name in names if name.endswith(f"/{COMMITTED}") and name.count("/") == 1]
 
     def read(self, name: str) -> bytes:
@@ -81,10 +82,10 @@ class BucketStorage:
         self.delete_unfinished()
 
     def delete_unfinished(self) -> None:
-        committed = set(self.folders())
-        steps = {name.partition("/")[0] for name in self.folder.names()}
-        for step in sorted(each for each in steps - committed if each.isdecimal()):
-            self.folder.delete(self.folder.names(f"{step}/"))
+        names = self.folder.names()
+        for step in sorted({step for name in names if (step := name.partition("/")[0]).isdecimal()}):
+            if not self.folder.has(f"{step}/{COMMITTED}"):  # asked for itself: a refused list looks like an empty one
+                self.folder.delete(name for name in names if name.startswith(f"{step}/"))
 
     def is_there(self) -> bool:
         return True

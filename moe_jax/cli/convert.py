@@ -26,8 +26,8 @@ from moe_jax.convert.hf_config import FILE, read_config
 from moe_jax.convert.source import ORIGIN, family_to_export, left_out, longest_sequence, model_in
 from moe_jax.convert.write import check_is_free, copy_companion_files, special_tokens, write_model
 from moe_jax.distributed import processes
-from moe_jax.distributed.failures import fail_fast
-from moe_jax.errors import CheckpointError, CommandParser, ConfigError, run_command
+from moe_jax.distributed.failures import fail_fast, run_and_exit
+from moe_jax.errors import CheckpointError, CommandParser, ConfigError
 from moe_jax.files.atomic import all_or_nothing, write_atomically
 from moe_jax.files.local_copy import local_path
 from moe_jax.files.places import all_uploaded_or_nothing, check_is_empty, output_folder, place, place_of
@@ -158,4 +158,4 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_and_exit(main)  # threads of orbax run on after some errors

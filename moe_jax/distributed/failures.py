@@ -13,7 +13,16 @@ from typing import NoReturn
 import jax
 
 from moe_jax.distributed.heartbeat import is_supervised, steps_done
-from moe_jax.errors import EXIT_INTERRUPTED, EXIT_TRY_AGAIN, UserError, run_command
+from moe_jax.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_INTERRUPTED,
+    EXIT_TRY_AGAIN,
+    UserError,
+    first_line,
+    is_bad_path,
+    run_command,
+)
+from moe_jax.files.local_copy import remove_copies
 
 FAILURE_GRACE_S = 2  # for which a failing process waits for others that fail in the same way
 CONSEQUENCE_DELAY_S = 0.5  # by which a process that failed because another one did exits later than that one
@@ -97,8 +106,7 @@ def _exit_with_all() -> NoReturn:
 
 
 def _peer_failure(error: BaseException) -> str:
-    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return f"PEER-FAILURE rank={jax.process_index()} step={steps_done()} cause={first_line}"
+    return f"PEER-FAILURE rank={jax.process_index()} step={steps_done()} cause={first_line(error)}"
 
 
 def _shut_down(code: int) -> None:
@@ -108,6 +116,7 @@ def _shut_down(code: int) -> None:
 
 
 def _exit_now(code: int) -> NoReturn:
+    remove_copies()  # handlers of `atexit` are skipped
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, AttributeError):  # its reader is gone, or it was closed from the start
             stream.flush()
@@ -119,6 +128,8 @@ def _exit_code(error: BaseException) -> int:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, UserError):
         return error.exit_code
+    if isinstance(error, OSError) and is_bad_path(error):
+        return EXIT_BAD_INPUT
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED
     return 1

@@ -218,6 +218,18 @@ def from_process(source: int, value: Any) -> Any:
     return json.loads(np.asarray(sent, np.uint8).tobytes())
 
 
+def first_problem(own: str) -> str:
+    """Return what prevents this process from going on, or else "process 3: …" for what the first of those that have a
+    problem reports; "" if none has one. All processes call it.
+    """
+    have = allgather(bool(own))
+    if not any(have):
+        return ""
+    first = have.index(1)
+    told = from_process(first, own)
+    return own or f"process {first}: {told}"
+
+
 def main_first(action: Callable[[], T]) -> T:
     """Return `action()`, which process 0 finishes before the others begin; all of them call it.
 

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import final
 
-from moe_jax.files.object_store import ObjectFolder, StoreError
+from moe_jax.files.object_store import PROBE, ObjectFolder, StoreError
 from moe_jax.paths import COPIES, is_bucket_url
 
 CHECKPOINTS = "checkpoints"  # the folder of a run that is not copied
@@ -82,6 +82,8 @@ class LocalCopy:
 
 _copies: dict[str, LocalCopy] = {}  # by URL
 _outlines: dict[str, LocalCopy] = {}
+_outputs: dict[Path, LocalCopy] = {}  # by path: what the bucket has at such a URL may be read, too
+_homes: list[str] = []  # temporary folders of this process
 
 
 def local_path(path: str | Path) -> Path:
@@ -128,7 +130,7 @@ def url_of(path: Path) -> str | None:
 def upload(path: Path) -> None:
     """Upload what has been written to the copy of a URL; nothing for other paths. Raises StoreError."""
     if url := url_of(path):
-        _copies[url].upload()
+        (_outputs.get(path) or _copies[url]).upload()
 
 
 def download_again(path: Path) -> None:
@@ -140,13 +142,20 @@ def download_again(path: Path) -> None:
 def empty_copy(url: str) -> Path:
     """Return an empty folder, to be uploaded to a URL. Raises StoreError if the bucket cannot be written."""
     ObjectFolder(url).check(writes=True)
-    _copies[url] = _new(url)
-    _copies[url].path.mkdir()
-    return _copies[url].path
+    copy = _new(url)
+    copy.path.mkdir()
+    _outputs[copy.path] = copy
+    return copy.path
+
+
+def remove_copies() -> None:
+    """Remove the temporary copies of this process, which no longer needs them."""
+    while _homes:
+        shutil.rmtree(_homes.pop(), ignore_errors=True)
 
 
 def _is_left_out(name: str) -> bool:
-    return name == LOCK or name.startswith(f"{CHECKPOINTS}/")
+    return name == LOCK or name.startswith((f"{CHECKPOINTS}/", PROBE))
 
 
 def _add(copy: LocalCopy) -> LocalCopy:
@@ -156,9 +165,10 @@ def _add(copy: LocalCopy) -> LocalCopy:
 
 def _new(url: str, empty: tuple[str, ...] = ()) -> LocalCopy:
     """A copy in a temporary folder, which is removed when the process ends."""
-    home = tempfile.mkdtemp(prefix="moe_jax-")
-    atexit.register(shutil.rmtree, home, ignore_errors=True)
-    return _add(LocalCopy(url, Path(home) / url.rpartition("/")[2], empty))
+    if not _homes:
+        atexit.register(remove_copies)
+    _homes.append(tempfile.mkdtemp(prefix="moe_jax-"))
+    return _add(LocalCopy(url, Path(_homes[-1]) / url.rpartition("/")[2], empty))
 
 
 def objects_at(url: str) -> tuple[list[str], ObjectFolder]:

@@ -11,6 +11,7 @@ refuses for the moment (429, 503) or cuts off. Of the environment this module re
 import errno
 import functools
 import os
+import secrets
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ _UNKNOWN = b"\x00" * 9  # the generation of content without one, as some emulato
 _PART_BYTES = 2**26  # of an object, read in one request
 _AT_A_TIME = 16  # requests
 _RETRIES = 10  # of a request, after 1, 2, 4, … and at most 32 s: three minutes
-_PROBE = ".moe_jax_can_write"  # an object that is written and deleted
+PROBE = ".moe_jax_can_write"  # an object that is written and deleted
 # the beginning of tensorstore's errors: errno, reason
 _CODES = {
     "NOT_FOUND": (errno.ENOENT, "it does not exist"),
@@ -42,6 +43,8 @@ _CODES = {
     "INVALID_ARGUMENT": (errno.EINVAL, "no bucket or object can have this name"),
 }
 _OUTAGES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED", "PERMISSION_DENIED", "UNAUTHENTICATED")
+# of a disk: a server of files that is gone or refuses, and no descriptors left; EIO may be damage
+_DISK_OUTAGES = (errno.ESTALE, errno.EACCES, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
 _AWS_FILES = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
 _LOGIN = {
     "gs": "run gcloud auth application-default login or set GOOGLE_APPLICATION_CREDENTIALS",
@@ -153,12 +156,18 @@ class ObjectFolder:
             raise StoreError(errno.EIO, "it changed while it was read", str(self / name))
 
     def check(self, writes: bool) -> None:
-        """Raise StoreError if the store does not answer, refuses to be read, or, if the caller `writes`, written."""
-        self._do(lambda store: store.read(_PROBE), _PROBE, FIRST_ANSWER_S)
+        """Raise StoreError if the store does not answer, refuses to be read, or, if the caller `writes`, to be written
+        and listed.
+        """
+        self._do(lambda store: store.read(PROBE), PROBE, FIRST_ANSWER_S)
         self._do(lambda store: store.list(_empty_range()), "", FIRST_ANSWER_S)
         if writes:
-            self._do(lambda store: store.write(_PROBE, b"."), _PROBE, FIRST_ANSWER_S)
-            self._do(lambda store: store.write(_PROBE, None), _PROBE)
+            probe = f"{PROBE}.{secrets.token_hex(4)}"  # of this process
+            self._do(lambda store: store.write(probe, b"."), PROBE, FIRST_ANSWER_S)
+            listed = self.names(probe)
+            self._do(lambda store: store.write(probe, None), PROBE)
+            if not listed:  # tensorstore takes a list that Google's store refuses for an empty one
+                raise StoreError(errno.EACCES, "no right to list it", self.url)
 
     def _do(self, request: "Callable[[tensorstore.KvStore], Any]", name: str, seconds: float | None = None) -> Any:
         """Return the result of a request about an object."""
@@ -175,9 +184,11 @@ class ObjectFolder:
 
 
 def is_outage(error: Exception) -> bool:
-    """Whether an error of a StoreError or of tensorstore says nothing about an object, only that it was not read."""
+    """Whether an error of a store, of tensorstore or of a disk says nothing about a file, only that it was not read."""
     if isinstance(error, StoreError):
         return error.errno not in (errno.ENOENT, errno.ERANGE, errno.EFBIG)
+    if isinstance(error, OSError):
+        return error.errno in _DISK_OUTAGES
     return str(error).startswith(_OUTAGES)
 
 
@@ -192,7 +203,7 @@ def _empty_range() -> Any:
     """A range with at most one name, for a request that only asks whether names may be listed."""
     import tensorstore
 
-    return tensorstore.KvStore.KeyRange(_PROBE, _PROBE + "\x01")
+    return tensorstore.KvStore.KeyRange(PROBE, PROBE + "\x01")
 
 
 def _parts(url: str) -> tuple[str, str, str]:

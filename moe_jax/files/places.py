@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from moe_jax.errors import ConfigError, plain_argument
-from moe_jax.files.local_copy import empty_copy, local_path, objects_at, upload, url_of
+from moe_jax.files.local_copy import empty_copy, local_path, upload, url_of
 from moe_jax.files.object_store import ObjectFolder, StoreError
 from moe_jax.paths import is_bucket_url, plain_path
 
@@ -44,15 +44,17 @@ def output_file(place: str) -> Path:
 def all_uploaded_or_nothing(path: Path) -> Iterator[None]:
     """Context in which the copy of a URL that has nothing yet is filled, and then uploaded; nothing for other paths.
 
-    If that fails, the bucket has nothing there again.
+    If that fails, the bucket has only what it had before.
     """
+    url = url_of(path)
+    before = set(ObjectFolder(url).names()) if url else set()
     try:
         yield
         upload(path)
     except BaseException:
-        if url := url_of(path):
+        if url:
             with suppress(StoreError):  # an error that says why is already being raised
-                ObjectFolder(url).delete(ObjectFolder(url).names())
+                ObjectFolder(url).delete(set(ObjectFolder(url).names()) - before)
         raise
 
 
@@ -70,7 +72,7 @@ def new_folder(name: str, place: str) -> Iterator[Path]:
 
 def check_is_empty(name: str, path: Path) -> None:
     """Raise ConfigError if a path is the copy of a URL at which a bucket has anything."""
-    if (url := url_of(path)) and objects_at(url)[0]:
+    if (url := url_of(path)) and ObjectFolder(url).names():
         raise ConfigError(f"{name}={url} exists and is not an empty folder: name another one, or remove it")
 
 

@@ -15,7 +15,7 @@ from moe_jax.convert import hf_config
 from moe_jax.convert.hf_config import ConvertError
 from moe_jax.convert.read import read_params
 from moe_jax.convert.source import check_same, open_model
-from moe_jax.distributed.processes import allgather
+from moe_jax.distributed.processes import first_problem
 from moe_jax.errors import ConfigError, UserError
 from moe_jax.files.local_copy import local_path
 from moe_jax.models.parameters import init_params, stored
@@ -47,10 +47,10 @@ def source_params(config: Config, shapes: Any) -> Any:
     try:
         with open_model(folder, config.model, config.train.upcycle) as (weights, family):
             params = read_params(weights, family, Stages.of(config), shapes)
-    except ConvertError as error:
+    except UserError as error:
         problem = str(error)
-    if any(allgather(params is None)):
-        raise ConvertError(problem or f"train.init_from={folder} cannot be read by another process")
+    if problem := first_problem(problem):
+        raise ConvertError(problem)
     missing = {name for name, leaf in _by_name(shapes, params).items() if leaf is None}
     random = _first_values(config, shapes, missing) if missing else {}
     flat = [random.get(name, leaf) for name, leaf in _by_name(shapes, params).items()]

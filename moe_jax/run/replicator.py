@@ -21,7 +21,7 @@ from moe_jax.checkpoint.record import Record, Restored
 from moe_jax.checkpoint.replicas.files import SlotFiles
 from moe_jax.checkpoint.replicas.layout import StoredPiece
 from moe_jax.checkpoint.replicas.plan import SafetyPlan
-from moe_jax.distributed.processes import allgather, from_process, is_main_process
+from moe_jax.distributed.processes import allgather, first_problem, from_process, is_main_process
 from moe_jax.errors import ConfigError, DivergedError
 from moe_jax.files.atomic import write_atomically
 from moe_jax.parallel.p2p_copy import p2p_copy_shards
@@ -121,8 +121,8 @@ class Replicator:
                 self._files.end(self._run_id, record, is_recorded)
             except OSError as error:
                 problem = error
-        if any(allgather(problem is not None)):
-            self._report_failure(step, problem)
+        if reason := first_problem(problem.strerror or str(problem) if problem else ""):
+            self._report_failure(step, reason)
             return
         self._files.swap()
         self._has_copies = True
@@ -178,10 +178,9 @@ class Replicator:
             if each.piece.array in shards
         }
 
-    def _report_failure(self, step: int, problem: OSError | None) -> None:
+    def _report_failure(self, step: int, reason: str) -> None:
         """Record and print the first failure in a row."""
         if not self._failed:
-            reason = problem.strerror if problem else "another process failed"
             text = f"safety copies of step {step} failed ({reason}): the ones before stay, and the next are tried"
             self._log.write({"step": step, "alarm": text})
             self._log.warn(text)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from moe_jax.checkpoint.compatibility import check_same_run
 from moe_jax.checkpoint.files import FOLDER, saved_run_id
-from moe_jax.checkpoint.latest import agreed_newest
+from moe_jax.checkpoint.latest import SHOWN_S, agreed_newest
 from moe_jax.config import Config
 from moe_jax.distributed.processes import allgather, from_process, is_main_process
 from moe_jax.errors import CheckpointError, ConfigError
@@ -24,7 +24,6 @@ from moe_jax.run.bucket_lock import BucketLock
 from moe_jax.run.run_lock import FolderLock
 from moe_jax.telemetry.run_log import MetricsError, RecordedSteps, recorded_steps
 
-_SHOWN_S = 90  # in which a network disk shows a new file to all hosts: NFS keeps what it has read of a folder for 60 s
 _POLL_S = 0.5
 
 
@@ -91,7 +90,7 @@ def check_is_shared(folder: Path, run_id: str) -> None:
     if url_of(folder):
         return
     allgather(0)  # a barrier: process 0 has written
-    ends = time.monotonic() + _SHOWN_S
+    ends = time.monotonic() + SHOWN_S
     while (found := saved_run_id(folder)) != run_id and time.monotonic() < ends:
         time.sleep(_POLL_S)
     if missing := [process for process, sees in enumerate(allgather(found == run_id)) if not sees]:

@@ -97,6 +97,11 @@ run_and_exit(main)
     ("ending", "code", "output"),
     [
         ('raise ConfigError("log.dir=x is wrong")', 2, "error: log.dir=x is wrong\n"),
+        (
+            'raise NotADirectoryError(20, "Not a directory", "x/y")',
+            2,
+            "error: x/y: Not a directory: name another file or folder\n",
+        ),
         ('raise RuntimeError("bug")', 1, "RuntimeError: bug\n"),
         ("raise KeyboardInterrupt", 130, "stopped: interrupted\n"),
         ("pass", 0, ""),

@@ -29,6 +29,7 @@ def store(served: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """The server without objects, in a process that has no copies yet."""
     monkeypatch.setattr(local_copy, "_copies", {})
     monkeypatch.setattr(local_copy, "_outlines", {})
+    monkeypatch.setattr(local_copy, "_outputs", {})
     monkeypatch.setattr(paths, "COPIES", copies := {})
     monkeypatch.setattr(local_copy, "COPIES", copies)
     served.objects.clear()

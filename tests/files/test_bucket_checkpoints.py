@@ -13,12 +13,14 @@ from moe_jax.checkpoint.bucket_writer import BucketWriter
 from moe_jax.checkpoint.files import newest_checkpoint
 from moe_jax.checkpoint.save_barrier import SaveBarrier
 from moe_jax.checkpoint.storage import storage_of
-from moe_jax.errors import CheckpointError, ConfigError
+from moe_jax.errors import CheckpointError, ConfigError, OutageError
 from moe_jax.files.local_copy import local_path
+from moe_jax.files.object_store import StoreError
 from moe_jax.files.upload import Uploads
 from moe_jax.run import bucket_lock, run_lock
 from moe_jax.run.bucket_lock import BucketLock
 from moe_jax.run.run_lock import Holder
+from tests.gcs_server import GcsHandler
 from tests.object_server import Server
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "profiling"))
@@ -138,6 +140,45 @@ def test_a_damaged_checkpoint_is_moved_and_a_store_that_is_away_damages_none(
     store.faults = {"unavailable": 1.0}
     with pytest.raises(CheckpointError, match="cannot be read"):
         newest_checkpoint(run)
+
+
+@pytest.mark.parametrize("name", ["record%2Fmetadata", "state%2Fmanifest.ocdbt"])
+def test_what_a_store_refuses_for_the_moment_is_not_damaged(
+    name: str, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse(monkeypatch, f"2%2F{name}")
+    damage: dict[int, str] = {}
+    with pytest.raises(OutageError, match=r"no right to read or write it|PERMISSION_DENIED"):
+        newest_checkpoint(run, damage)
+    assert not damage
+
+
+def test_a_refused_list_which_looks_empty_deletes_nothing(
+    run: Path, store: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Google's store sends an error as JSON, in which tensorstore finds no objects."""
+    before = dict(store.objects)
+    refuse(monkeypatch, "/o?", times=1)
+    storage_of(run).delete_unfinished()
+    refuse(monkeypatch, "/o?")
+    storage_of(run).delete_unfinished()
+    with pytest.raises(StoreError, match="no right to list it"):
+        storage_of(run).prepare()
+    assert store.objects == before
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, part: str, times: int = 10**6) -> None:
+    """Let the store answer requests of this in their address with 403."""
+    answer, left = GcsHandler.do_GET, [times]
+
+    def do_get(handler: GcsHandler) -> None:
+        if part in handler.path and left[0] > 0:
+            left[0] -= 1
+            handler.send(403, b'{"error": {"code": 403}}')
+        else:
+            answer(handler)
+
+    monkeypatch.setattr(GcsHandler, "do_GET", do_get)
 
 
 def test_a_save_succeeds_though_answers_of_the_store_are_lost(store: Server) -> None:

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from moe_jax.distributed import failures
 from moe_jax.errors import ConfigError
+from moe_jax.files import local_copy
 from moe_jax.files.local_copy import local_data, local_outline, local_path, upload, url_of
 from moe_jax.files.object_store import StoreError
 from moe_jax.files.places import all_uploaded_or_nothing, check_is_empty, output_folder, place_of
@@ -116,16 +118,50 @@ def test_an_output_is_uploaded_whole_or_not_at_all(store: Server) -> None:
     out = output_folder(URL)
     check_is_empty("--out", out)
     (out / "weights").write_text("w")
-    upload(out)
-    assert store.objects
-    with pytest.raises(ZeroDivisionError), all_uploaded_or_nothing(out):
-        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError):
+        _upload_and_fail(out, store)
     assert not store.objects
     with all_uploaded_or_nothing(out):
         (out / "config.json").write_text("{}")
     assert set(store.objects) == {"runs/a/config.json"}
     with pytest.raises(ConfigError, match=f"^--out={URL} exists and is not an empty folder: name another one"):
         check_is_empty("--out", out)
+
+
+def test_an_output_that_fails_deletes_only_its_own(store: Server) -> None:
+    put(store, **{"checkpoints/step_1/model.pt": "of another program", "lock": "too"})
+    before, out = dict(store.objects), output_folder(URL)
+    with pytest.raises(ConfigError, match="exists and is not an empty folder"):
+        check_is_empty("--out", out)
+    (out / "weights").write_text("w")
+    with pytest.raises(ZeroDivisionError):
+        _upload_and_fail(out, store)
+    assert store.objects == before
+
+
+def _upload_and_fail(out: Path, store: Server) -> None:
+    with all_uploaded_or_nothing(out):
+        upload(out)
+        assert "runs/a/weights" in store.objects
+        raise ZeroDivisionError
+
+
+def test_an_output_next_to_what_is_read_hides_nothing(store: Server) -> None:
+    put(store, **{"config.yaml": "of the run"})
+    out = output_folder(URL)
+    assert below(local_path(URL)) == {"config.yaml": "of the run"}
+    (out / "loss.json").write_text("1")
+    upload(out)
+    assert set(store.objects) == {"runs/a/config.yaml", "runs/a/loss.json"}
+
+
+def test_copies_are_removed_however_a_process_ends(store: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(store, **{"config.yaml": "of the run"})
+    monkeypatch.setattr(local_copy, "_homes", [])
+    copy = local_path(URL)
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    failures._exit_now(0)
+    assert not copy.exists()
 
 
 def test_data_is_kept_and_only_what_changed_is_downloaded_again(

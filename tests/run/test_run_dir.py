@@ -25,7 +25,7 @@ def gathered(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[int]]:
 
     monkeypatch.setattr(run_dir, "allgather", gather)
     monkeypatch.setattr(run_dir, "_POLL_S", 0.001)
-    monkeypatch.setattr(run_dir, "_SHOWN_S", 0.01)
+    monkeypatch.setattr(run_dir, "SHOWN_S", 0.01)
     return found
 
 
@@ -54,7 +54,7 @@ def test_a_slow_disk_may_show_it_later(gathered, tmp_path: Path, monkeypatch: py
     """And the copies of a folder in a bucket are not shared."""
     shown = iter(["", "", "mine"])
     monkeypatch.setattr(run_dir, "saved_run_id", lambda folder: next(shown))
-    monkeypatch.setattr(run_dir, "_SHOWN_S", 60)
+    monkeypatch.setattr(run_dir, "SHOWN_S", 60)
     check_is_shared(tmp_path, "mine")
     monkeypatch.setitem(COPIES, str(tmp_path), "gs://bucket/run")
     check_is_shared(tmp_path, "mine")
