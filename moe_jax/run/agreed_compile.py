@@ -8,6 +8,7 @@ from enum import IntEnum
 from jax.stages import Compiled
 
 from moe_jax.distributed.processes import allgather, is_main_process
+from moe_jax.errors import first_line
 
 
 class State(IntEnum):
@@ -43,4 +44,4 @@ class AgreedCompile:
     def reason(self) -> str:
         """The first line of the compiler's error, once a process has failed."""
         error = self._program.exception()
-        return str(error).partition("\n")[0] or type(error).__name__ if error else "on another process"
+        return first_line(error) if error else "on another process"

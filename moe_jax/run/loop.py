@@ -99,7 +99,7 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
         _open_log(run) as log,
         goodput.until_end(log.warn),
         replicator.running(log, programs.digests),
-        Tracing(steps_to_trace(config, step), run.folder) as tracing,
+        Tracing(steps_to_trace(config, step), run.folder, log) as tracing,
         _open_checkpoints(run, programs, log) as checkpoints,
         exit_with_peers(),
         ExitStack() as stack,

@@ -9,15 +9,14 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Generator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
 import jax
-from jax._src import profiler as jax_profiler  # a session that cannot be written has no public way to end
 from jax.stages import Compiled
 
 from moe_jax.distributed.processes import from_process, is_main_process
+from moe_jax.errors import first_line
 from moe_jax.files.atomic import reason
 from moe_jax.measure.hlo import parse
 from moe_jax.measure.profile import measured_profile, measured_seconds
@@ -25,7 +24,7 @@ from moe_jax.measure.trace import TracedOperation, read_trace
 from moe_jax.plan.units import size
 from moe_jax.run.agreed_compile import AgreedCompile, State
 from moe_jax.run.kept_profile import FILE, KeptProfile, step_key
-from moe_jax.run.profiler import start_trace
+from moe_jax.run.profiler import start_trace, stop_trace
 from moe_jax.run.setup import Run
 from moe_jax.run.tuning import WARMUP_STEPS
 from moe_jax.step.compile import StepProgram
@@ -151,7 +150,7 @@ class ProfileGuided:
             module = parse(text)
             seconds = measured_seconds(module, trace.operations(text), steps)
         except Exception as error:  # a profiler that cannot write or a trace that cannot be read raises anything
-            return "", f"the trace of its instructions failed, {_first_line(error)}"
+            return "", f"the trace of its instructions failed, {first_line(error)}"
         if not seconds:
             return "", "jax's profiler saw none of the step's instructions, for which it may lack a permission"
         has_tasks = self._run.trainer.kind.facts.orders_tasks
@@ -202,15 +201,15 @@ class _Trace:
             self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
             start_trace(Path(self._folder.name))
         except Exception as error:  # no folder, or another trace
-            return f"its instructions cannot be traced, {_first_line(error)}"
+            return f"its instructions cannot be traced, {first_line(error)}"
         self._is_on = True
         return ""
 
     def operations(self, program: str) -> list[TracedOperation]:
         """Stop the profiler and return what it has seen. Raises anything."""
         assert self._folder is not None
-        jax.profiler.stop_trace()
         self._is_on = False
+        stop_trace()
         return read_trace(Path(self._folder.name), program)
 
     def drop(self) -> None:
@@ -218,11 +217,9 @@ class _Trace:
         if self._is_on:
             self._is_on = False
             try:
-                jax.profiler.stop_trace()
+                stop_trace()
             except Exception as error:
-                print(f"warning: a trace cannot be stopped, {_first_line(error)}", file=sys.stderr, flush=True)
-                with suppress(AttributeError):
-                    jax_profiler._profile_state.reset()
+                print(f"warning: a trace cannot be written, {first_line(error)}", file=sys.stderr, flush=True)
         if self._folder is not None:
             self._folder.cleanup()
 
@@ -240,7 +237,3 @@ def _num_bytes(program: Compiled) -> int:
         return 0
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return int(memory.argument_size_in_bytes + memory.temp_size_in_bytes + results)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from moe_jax.errors import first_line
 from moe_jax.files.atomic import reason, write_atomically
 from moe_jax.files.untrusted import read_json
 
@@ -74,7 +75,7 @@ def _is_entry(entry: object) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    return reason(error) if isinstance(error, OSError) else str(error).partition("\n")[0]
+    return reason(error) if isinstance(error, OSError) else first_line(error)
 
 
 def _warn(text: str) -> None:

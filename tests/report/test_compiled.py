@@ -221,7 +221,8 @@ def trace_a_step(config: Config, run: Path) -> None:
     state = jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype, device=each.sharding), trainer.state_shapes)
     program = trainer.step.lower(state, batch).compile()
     meter: Any = SimpleNamespace(paused=nullcontext)
-    with Tracing(range(1, 2), run) as tracing:
+    log: Any = SimpleNamespace()
+    with Tracing(range(1, 2), run, log) as tracing:
         tracing.begin(1, meter)
         jax.block_until_ready(program(state, batch))
         tracing.end(1, program, meter)

@@ -12,6 +12,7 @@ from moe_jax.config import Config, LogConfig, TrainConfig
 from moe_jax.run.profiler import Tracing, steps_to_trace
 
 METER: Any = SimpleNamespace(paused=nullcontext)
+LOG: Any = SimpleNamespace()
 
 
 @pytest.mark.parametrize(
@@ -37,11 +38,40 @@ def test_no_step_is_traced_unasked_or_after_the_last():
     assert not steps_to_trace(Config(train=TrainConfig(steps=5), log=LogConfig(trace_step=(5,))), 4)
 
 
+def test_a_trace_that_cannot_be_written_costs_only_itself(tmp_path, monkeypatch):
+    """No folder at first; then the profiler writes nothing, as on a full disk, and still ends."""
+    program, warnings = jax.jit(lambda x: x + 1).lower(1).compile(), []
+    log: Any = SimpleNamespace(warn=warnings.append)
+
+    def run() -> None:
+        with Tracing(range(1, 2), tmp_path, log) as tracing:
+            tracing.begin(1, METER)
+            tracing.end(1, program, METER)
+
+    (tmp_path / "trace").write_text("")
+    run()
+    (tmp_path / "trace").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.profiler, "stop_trace", _without_room)
+        run()
+    assert [text.partition("(")[2] for text in warnings] == [
+        f"[Errno 20] Not a directory: '{tmp_path}/trace/0.part')",
+        "RESOURCE_EXHAUSTED: No space left on device)",
+    ]
+    run()
+    assert [path.name for path in (tmp_path / "trace").iterdir()] == ["0"]
+    assert len(warnings) == 2
+
+
+def _without_room() -> None:
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: No space left on device")
+
+
 def test_a_trace_replaces_the_one_before_and_a_step_that_fails_leaves_that_one(tmp_path):
     program = jax.jit(lambda state, batch: state + batch).lower(1, 2).compile()
 
     def run(steps: range, last: int) -> None:
-        with Tracing(steps, tmp_path) as tracing:
+        with Tracing(steps, tmp_path, LOG) as tracing:
             for step in range(1, last + 1):
                 tracing.begin(step, METER)
                 jax.block_until_ready(program(jnp.int32(1), jnp.int32(2)))
