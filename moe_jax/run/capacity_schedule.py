@@ -36,7 +36,7 @@ def capacity_changes(config: Config, mesh: Mesh, done: int) -> tuple[CapacityCha
 
     def remaining() -> Iterator[CapacityChange]:
         for first, factor in config.model.moe.capacity_schedule:
-            if done + 1 < first <= config.train.steps:
+            if max(done, 1) < first <= config.train.steps:
                 yield CapacityChange(int(first), factor, make_trainer(config_at(config, int(first)), mesh))
 
     return tuple(remaining())

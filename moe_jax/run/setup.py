@@ -151,7 +151,7 @@ def open_run(config: Config, damaged: Mapping[int, str] | None = None, safe_step
     if config.log.sample_tokens:
         encode_prompt(config, source_tokenizer(data), config.log.sample_prompt)
     rows = _local_rows(NamedSharding(mesh, BATCH_SPEC), batch_size)
-    trainer = make_trainer(config_at(config, first_step + 1), mesh)
+    trainer = make_trainer(config_at(config, max(first_step, 1)), mesh)
     sources = tuple(Samples.of(of_source, "train", data) for of_source in tokens)
     mixture = Mixture.of(data, batch_size, config.train.seed)
     identity = identity_of(folder, first_step, tokens)
