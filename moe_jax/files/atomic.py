@@ -45,14 +45,14 @@ def write_together(contents: Mapping[Path, bytes | Iterable[bytes]], is_shared: 
     with parent_folders(contents):
         try:
             for path, unfinished in temporary.items():
-                with unfinished.open("wb") as file:
-                    try:
+                try:
+                    with unfinished.open("wb") as file:
                         content = contents[path]
                         file.writelines([content] if isinstance(content, bytes) else content)
                         file.flush()
                         os.fsync(file.fileno())
-                    except OSError as error:  # that of a full disk names no file
-                        raise _problem(error.errno or 0, path) from error
+                except OSError as error:  # that of a full disk names no file, and closing the file raises it again
+                    raise _problem(error.errno or 0, path) from error
             for path, unfinished in temporary.items():
                 unfinished.replace(path)
         finally:

@@ -15,6 +15,7 @@ from typing import Any
 from moe_jax import __version__
 from moe_jax.config.yaml_io import load_config
 from moe_jax.files.atomic import write_atomically
+from moe_jax.files.local_copy import LOCK
 from moe_jax.files.untrusted import read_json
 from moe_jax.report.alarms import alarm_section
 from moe_jax.report.html import CSS, plots, table, text
@@ -249,16 +250,23 @@ def watch(run: Path, every_s: int) -> None:
         print(f"renewing {run / 'report.html'} every {every_s} s until the last step; Ctrl-C stops", flush=True)
     try:
         while not _has_ended(run):
-            if read_metrics(run):
+            if _so_far(run):
                 write_report(run, refresh_s=every_s)
             time.sleep(every_s)
     except KeyboardInterrupt:
         pass
-    if read_metrics(run):
+    if _so_far(run):
         print(f"wrote {write_report(run)}")
 
 
 def _has_ended(run: Path) -> bool:
     """Whether the run has validated after its last step."""
-    records, steps = read_metrics(run), load_config(run).train.steps
+    if not (records := _so_far(run)):
+        return False
+    steps = load_config(run).train.steps
     return any("validation_loss" in record and record["step"] >= steps for record in records)
+
+
+def _so_far(run: Path) -> Records:
+    """The records of a run; none while its step compiles, when it has only the lock of its folder."""
+    return [] if (run / LOCK).exists() and not (run / FILE_NAME).exists() else read_metrics(run)

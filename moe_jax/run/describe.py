@@ -212,7 +212,9 @@ def _trace(run: Run) -> dict[str, str]:
     if wanted is None:
         return {}
     if not steps:
-        return {"trace": f"none: step {wanted[-1]} is not left to do"}
+        is_first = wanted[-1] == run.first_step + 1
+        why = "would be the first of this process" if is_first else "is not left to do"
+        return {"trace": f"none: step {wanted[-1]} {why}"}
     which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     return {"trace": f"{which}, to {run.folder / FOLDER}"}
 

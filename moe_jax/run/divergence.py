@@ -34,7 +34,7 @@ def handle_divergence(
         log.warn(f"{many}: going back to the checkpoint of step {newest}")
         return RollBack(last.step)
     end_progress()  # no progress is expected while the programs of `write_first_bad` compile
-    found = write_first_bad(run, state, last)
+    found = write_first_bad(run, state, last, log)
     if found["parameters"] and newest is not None:
         return DivergedError(
             f"{last}, as the parameters of the checkpoint of step {newest} in log.dir={run.folder} are not finite: "

@@ -60,7 +60,8 @@ def record_evaluation(
     """
     own = dataclasses.replace(config, log=dataclasses.replace(config.log, dir=place_of(run)))
     values = {f"evaluation/{name}/{key}": value for name, own in results.items() for key, value in own.items()}
-    tokens = step * config.train.batch_size * config.data.seq_len
+    trained = load_config(run)  # an evaluation may have batches of its own
+    tokens = step * trained.train.batch_size * trained.data.seq_len
     try:
         with lock_run_dir(own):
             if is_main_process():

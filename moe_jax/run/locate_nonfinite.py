@@ -21,7 +21,7 @@ from moe_jax.config.layer_layout import Segment, Stages, segments
 from moe_jax.config.loss_chunks import tokens_of_chunk
 from moe_jax.data.loader import batch_samples
 from moe_jax.distributed.processes import is_main_process
-from moe_jax.files.atomic import write_atomically
+from moe_jax.files.atomic import reason, write_atomically
 from moe_jax.models.gates.inputs import BatchPart
 from moe_jax.models.head import unembed
 from moe_jax.models.moe import RouterContext
@@ -39,11 +39,12 @@ from moe_jax.step.context import State, StepContext, StepInputs
 from moe_jax.step.expert_placement import slots_of
 from moe_jax.step.kinds import step_kind
 from moe_jax.telemetry.nonfinite_steps import BadStep
+from moe_jax.telemetry.run_log import RunLog
 
 FILE_NAME = "bad_step.json"
 
 
-def write_first_bad(run: Run, state: State, bad: BadStep) -> dict[str, Any]:
+def write_first_bad(run: Run, state: State, bad: BadStep, log: RunLog) -> dict[str, Any]:
     """Write RUN/bad_step.json about a bad step, and return its content. All processes call it.
 
     `state` has the parameters with which the step was computed, or those of a step soon after it.
@@ -70,7 +71,10 @@ def write_first_bad(run: Run, state: State, bad: BadStep) -> dict[str, Any]:
         "parameters": _wrong_parameters(_counted(lambda params: params, mesh)(params), config),
     }
     if is_main_process():
-        write_atomically(run.folder / FILE_NAME, json.dumps(found, indent=1) + "\n")
+        try:
+            write_atomically(run.folder / FILE_NAME, json.dumps(found, indent=1) + "\n")
+        except OSError as error:  # the divergence matters more
+            log.warn(f"{run.folder / FILE_NAME} cannot be written ({reason(error)})")
     return found
 
 

@@ -82,8 +82,10 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 def _of_steps(config: Config) -> Iterator[str]:
     """What no step of the run reaches."""
     warmup, steps = config.optimizer.warmup_steps, config.train.steps
-    if warmup > steps:
-        yield f"the full optimizer.learning_rate, as optimizer.warmup_steps={warmup} is beyond train.steps={steps}"
+    if warmup >= steps:
+        yield f"the full optimizer.learning_rate, as optimizer.warmup_steps={warmup} leaves none of train.steps={steps}"
+    if any(step > steps for step, _ in config.model.moe.capacity_schedule):
+        yield f"entries of model.moe.capacity_schedule after train.steps={steps}"
     if any(step > steps for step, _ in config.train.mtp_loss_schedule):
         yield f"entries of train.mtp_loss_schedule after train.steps={steps}"
     late = [each.label for each in config.data.sources if any(step > steps for step, _ in each.weight_schedule)]

@@ -55,7 +55,8 @@ class RunLog:
         self._tokens_per_step = tokens_per_step
         self._tensorboard = tensorboard
         self._quiet = quiet
-        self._recent_step_s: deque[float] = deque(maxlen=10)
+        self._recent: deque[tuple[int, float]] = deque(maxlen=10)  # steps of a record, and their mean time
+        self._shown_step = start_step
         self._closing = ExitStack()
         self._file: AppendOnlyFile | None = None
         self._scalars: Scalars | None = None
@@ -144,8 +145,13 @@ class RunLog:
         return [file for file in (self._file, self._scalars and self._scalars.file) if file is not None]
 
     def _show_progress(self, record: Mapping[str, Any], step: int) -> None:
-        self._recent_step_s += [record["step_s"]] if "step_s" in record else []
-        step_s = fmean(self._recent_step_s) if self._recent_step_s else None
+        steps, self._shown_step = max(step - self._shown_step, 1), step
+        if "step_s" in record:
+            self._recent.append((steps, record["step_s"]))
+        step_s = None
+        if self._recent:
+            counts, seconds = zip(*self._recent, strict=True)
+            step_s = fmean(seconds, counts)
         eta_s = None if step_s is None else (self._total_steps - step) * step_s
         terminal = sys.stdout.isatty()
         width = shutil.get_terminal_size().columns - 1 if terminal else None

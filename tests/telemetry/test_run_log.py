@@ -134,12 +134,14 @@ def test_printed_lines_have_an_eta_from_recent_steps_and_validation_alone(
     with open_log(tmp_path) as log:
         log.write({"step": 250, "loss": 2.0, "step_s": 1.0})
         log.write({"step": 250, "validation_loss": 1.912})
+        log.write({"step": 300, "loss": 1.5, "step_s": 7.0})
         log.write({"step": 500, "loss": 1.5, "step_s": 3.0})
         log.write({"step": 500, "validation_loss": 1, "validation_loss/web": 1.2, "validation_loss/code": 0.9})
     assert capsys.readouterr().out.splitlines() == [
         "step  250/1000  loss 2.000  1.00 s/step  ETA 12m30s",
         "step 250 validation loss 1.912 nats per token (2.758 bits)",
-        "step  500/1000  loss 1.500  3.00 s/step  ETA 16m40s",
+        "step  300/1000  loss 1.500  7.00 s/step  ETA 23m20s",
+        "step  500/1000  loss 1.500  3.00 s/step  ETA 20m00s",
         "step 500 validation loss 1.000 nats per token (1.443 bits): web 1.200, code 0.900",
     ]
 
