@@ -17,7 +17,7 @@ from moe_jax.parallel.host_memory import PINNED, after, check_host_memory, to_de
 from moe_jax.parallel.ordering import depend_on
 from moe_jax.parallel.trees import Tree
 from moe_jax.plan.offload import BYTES_AT_ONCE
-from moe_jax.step.optimizers.protocol import Parameter, all_after
+from moe_jax.step.optimizers.protocol import Parameter, all_after, of_parameter
 
 # some of the parameters, in a tree in which `optax.MaskedNode` stands for the others → their transformation. Its update
 # also takes `first_row`, the index of its arrays' first row in the whole arrays
@@ -37,8 +37,8 @@ def in_host_memory(placed: Tree, parameters: Tree) -> Tree:
     known = dict(jax.tree.leaves_with_path(parameters))
 
     def own(path: tuple[Any, ...], sharding: Any) -> Any:
-        found = [known[path[first:]] for first in range(len(path)) if path[first:] in known]
-        if not any(map(is_offloaded, found)):
+        parameter = of_parameter(path, known)
+        if parameter is None or not is_offloaded(parameter):
             return sharding
         check_host_memory(sharding.mesh.devices.flat[0], "optimizer.offload_moments")
         return sharding.with_memory_kind(PINNED)

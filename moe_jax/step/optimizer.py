@@ -32,7 +32,7 @@ from moe_jax.parallel.word_hash import index_of, mix
 from moe_jax.parallel.zero import ShardSpec, shard_specs_of, unsharded_specs
 from moe_jax.step.offload import array_by_array
 from moe_jax.step.optimizers import scale_of
-from moe_jax.step.optimizers.protocol import Parameter
+from moe_jax.step.optimizers.protocol import Parameter, of_parameter
 from moe_jax.step.router_bias import score_biases
 
 
@@ -59,24 +59,19 @@ def in_bfloat16(
     ) -> tuple[optax.Updates, optax.OptState]:
         exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.ndim else x, state)
         updates, moved = rule.update(grads, exact, params, **rest)
-        leaves, structure = jax.tree.flatten_with_path(moved)
         step = steps_of(moved).astype(jnp.uint32)
-        rounded = [
-            _stored(x, mix(step ^ mix(_word_of(path))), _parameter_of(path, known), first_row) if x.ndim else x
-            for path, x in leaves
-        ]
-        return updates, jax.tree.unflatten(structure, rounded)
+
+        def rounded(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+            parameter = of_parameter(path, known) if x.ndim else None
+            return x if parameter is None else _stored(x, mix(step ^ mix(_word_of(path))), parameter, first_row)
+
+        return updates, jax.tree.map_with_path(rounded, moved)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _word_of(path: tuple[Any, ...]) -> jax.Array:
     return jnp.uint32(zlib.crc32(jax.tree_util.keystr(path).encode()))
-
-
-def _parameter_of(path: tuple[Any, ...], known: dict[Any, Parameter]) -> Parameter:
-    """Return the parameter whose path ends the path of a moment."""
-    return next(known[path[first:]] for first in range(len(path)) if path[first:] in known)
 
 
 def _stored(x: jax.Array, word: jax.Array, parameter: Parameter, first_row: jax.Array | int) -> jax.Array:
@@ -239,7 +234,7 @@ def state_partitions(optimizer: optax.GradientTransformation, params: Params, sp
     }
 
     def of_array(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> PartitionSpec:
-        found = next((of_path[path[first:]] for first in range(len(path)) if path[first:] in of_path), None)
+        found = of_parameter(path, of_path)
         if found is None:
             return REPLICATED
         shape, spec = found

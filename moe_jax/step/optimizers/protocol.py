@@ -1,9 +1,10 @@
 """What every optimizer is made of: a function from gradients to updates, and what it knows of each parameter."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeVar
 
 import jax
 import optax
@@ -13,6 +14,8 @@ from moe_jax.config import OptimizerConfig
 from moe_jax.parallel.ordering import depend_on
 from moe_jax.parallel.sharding import REPLICATED, STACKS, Dims, is_matrix, spaces_of
 from moe_jax.parallel.trees import Tree
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,11 @@ class Parameter:
 # moment, with arrays of a parameter's shape, or of size 1 in some dimensions. `update` runs inside `shard_map` on this
 # device's shards, and its argument `is_good` is false in a bad step, in which moments stay as they are, bit for bit.
 Scale = Callable[[OptimizerConfig, Tree, str], optax.GradientTransformationExtraArgs]
+
+
+def of_parameter(path: tuple[Any, ...], known: Mapping[Any, T]) -> T | None:
+    """Return what `known` has for the parameter whose path ends that of an array in the optimizer's state, if any."""
+    return next((known[path[first:]] for first in range(len(path)) if path[first:] in known), None)
 
 
 def unless_bad(is_good: jax.Array, new: Tree, old: Tree) -> Tree:
