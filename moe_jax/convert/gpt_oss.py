@@ -7,8 +7,8 @@ from typing import Any
 
 from moe_jax.config import AttentionConfig, ModelConfig, MoEConfig
 from moe_jax.convert.family import Family, attention_rows
-from moe_jax.convert.hf_config import ConvertError, HfConfig
-from moe_jax.convert.shared import grouped_heads, hf_settings, shared_settings
+from moe_jax.convert.hf_config import HfConfig
+from moe_jax.convert.shared import grouped_heads, hf_settings, interval_of, shared_settings
 from moe_jax.convert.tensors import Tensor, TensorRange
 
 GATE = "gpt_oss"
@@ -40,11 +40,7 @@ def _windows(hf: HfConfig) -> dict[str, Any]:
     types = hf.listed("layer_types") or [_FULL if i % 2 else _WINDOW for i in range(layers)]
     if types == [_FULL] * layers:
         return {"sliding_window": None}
-    every = types.index(_FULL) + 1 if _FULL in types else None
-    if types != [_FULL if every and (i + 1) % every == 0 else _WINDOW for i in range(layers)]:
-        raise ConvertError(
-            f"{hf.where}: layer_types is not supported: every n-th must be {_FULL}, the others {_WINDOW}"
-        )
+    every = interval_of(hf, "layer_types", types, _WINDOW, _FULL)
     return {"sliding_window": hf.whole("sliding_window"), "full_every": every}
 
 

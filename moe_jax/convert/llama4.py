@@ -6,13 +6,12 @@ neighbours, and experts are stacked and transposed.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 from moe_jax.config import AttentionConfig, ModelConfig, MoEConfig
 from moe_jax.convert.family import Family, attention_rows, expert_block_pattern, mlp_rows
 from moe_jax.convert.hf_config import ConvertError, HfConfig
-from moe_jax.convert.shared import grouped_heads, hf_settings, shared_settings
+from moe_jax.convert.shared import grouped_heads, hf_settings, interval_of, shared_settings
 from moe_jax.convert.tensors import Tensor, TensorRange, halves
 
 _CHUNKED, _FULL = "chunked_attention", "full_attention"  # in layer_types
@@ -45,11 +44,11 @@ def _model(hf: HfConfig) -> ModelConfig:
 def _attention(hf: HfConfig) -> AttentionConfig:
     layers, every = hf.num_layers(), hf.whole("no_rope_layer_interval", default=4)
     rotated = hf.listed("no_rope_layers") or [int(every == 0 or (i + 1) % every != 0) for i in range(layers)]
-    nope_every = _interval(hf, "no_rope_layers", rotated, 1, 0)
+    nope_every = interval_of(hf, "no_rope_layers", rotated, 1, 0)
     chunk = hf.whole("attention_chunk_size") if hf.has("attention_chunk_size") else None
     kinds = [_CHUNKED if chunk is not None and each else _FULL for each in rotated]
     kinds = hf.listed("layer_types") or kinds
-    full_every = _interval(hf, "layer_types", kinds, _CHUNKED, _FULL)
+    full_every = interval_of(hf, "layer_types", kinds, _CHUNKED, _FULL)
     chunks: dict[str, Any] = {} if full_every == 1 else {"chunk_size": chunk, "full_every": full_every}
     if chunks and chunk is None:
         raise ConvertError(f"{hf.where}: layer_types has {_CHUNKED!r}, and attention_chunk_size is null: set it")
@@ -58,18 +57,6 @@ def _attention(hf: HfConfig) -> AttentionConfig:
     if tuned:
         tuning = {"attn_scale": hf.number("attn_scale"), "floor_scale": hf.whole("floor_scale")}
     return AttentionConfig(bias=hf.flag("attention_bias", False), nope_every=nope_every, **chunks, **tuning)
-
-
-def _interval(hf: HfConfig, name: str, found: Sequence[Any], usual: Any, other: Any) -> int | None:
-    """Return n if of the blocks every n-th has the `other` value, or None if none has."""
-    every = list(found).index(other) + 1 if other in found else None
-    layers = hf.num_layers()
-    if list(found) != [other if every and (i + 1) % every == 0 else usual for i in range(layers)]:
-        raise ConvertError(
-            f"{hf.where}: {name} is not supported: of num_hidden_layers={layers} every n-th must be {other!r}, the "
-            f"others {usual!r}"
-        )
-    return every
 
 
 def _expert_blocks(hf: HfConfig) -> dict[str, Any]:

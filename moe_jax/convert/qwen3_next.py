@@ -20,7 +20,7 @@ from moe_jax.convert.family import (
 )
 from moe_jax.convert.hf_config import ConvertError, HfConfig
 from moe_jax.convert.qwen3_moe import gated_shared_experts, gated_shared_rows, qwen_moe_settings, shared_width
-from moe_jax.convert.shared import grouped_heads, hf_settings, shared_settings
+from moe_jax.convert.shared import grouped_heads, hf_settings, interval_of, shared_settings
 from moe_jax.convert.tensors import Tensor, TensorRange
 
 _DELTA, _FULL = "linear_attention", "full_attention"  # in layer_types
@@ -55,12 +55,7 @@ def _delta_net(hf: HfConfig) -> DeltaNetConfig:
     types = hf.listed("layer_types") or _types(layers, every)
     if types == _types(layers, 1):
         return DeltaNetConfig()
-    interval = types.index(_FULL) + 1 if _FULL in types else None
-    if types != _types(layers, interval):
-        raise ConvertError(
-            f"{hf.where}: layer_types is not supported: of num_hidden_layers={layers} every n-th must be {_FULL!r}, "
-            f"the others {_DELTA!r}"
-        )
+    interval = interval_of(hf, "layer_types", types, _DELTA, _FULL)
     heads, key_heads = hf.whole("linear_num_value_heads"), hf.whole("linear_num_key_heads")
     return DeltaNetConfig(
         num_value_heads=heads,

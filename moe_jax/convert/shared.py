@@ -1,9 +1,10 @@
 """Settings of config.json that all families share."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from moe_jax.config import ModelConfig
-from moe_jax.convert.hf_config import HfConfig
+from moe_jax.convert.hf_config import ConvertError, HfConfig
 from moe_jax.convert.quantized import quantization_of
 from moe_jax.convert.rope import hf_rope, rope_settings
 
@@ -52,3 +53,15 @@ def hf_settings(model: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings": model.tie_word_embeddings,
         **hf_rope(model),
     }
+
+
+def interval_of(hf: HfConfig, name: str, found: Sequence[Any], usual: Any, other: Any) -> int | None:
+    """Return n if of the blocks every n-th has the `other` value, or None if none has."""
+    every = list(found).index(other) + 1 if other in found else None
+    layers = hf.num_layers()
+    if list(found) != [other if every and (i + 1) % every == 0 else usual for i in range(layers)]:
+        raise ConvertError(
+            f"{hf.where}: {name} is not supported: of num_hidden_layers={layers} every n-th must be {other!r}, the "
+            f"others {usual!r}"
+        )
+    return every
