@@ -43,6 +43,7 @@ class Target:
     network: Linear  # between nodes
     node_devices: int | None  # None: no nodes, all devices share one kind of link
     rate_shares: RateShares = _ALL_ALIKE  # of products with other operands, relative to bfloat16
+    memory_bytes: int | None = None  # of a device; None: unknown
 
     @property
     def kind(self) -> str:
@@ -76,6 +77,7 @@ def _of_cluster(name: str, platform: str) -> Target:
         network=network,
         node_devices=node,
         rate_shares=device.rate_shares,
+        memory_bytes=device.memory_bytes,
     )
 
 

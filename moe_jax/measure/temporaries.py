@@ -52,6 +52,18 @@ def compile_and_measure(
     return program, Temporaries(_reported(program), True) if found is None else Temporaries(found, False)
 
 
+def allocated_bytes(program: Compiled) -> int:
+    """Return the bytes that a program takes on a device, with arguments and results; 0 if its compiler says nothing.
+
+    Of XLA:TPU gaps between temporaries count twice, see above.
+    """
+    memory = program.memory_analysis()
+    if memory is None:
+        return 0
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return int(memory.argument_size_in_bytes + memory.temp_size_in_bytes + results)
+
+
 def allocated_temporaries(folder: Path) -> int | None:
     """Return the bytes of temporaries in main memory, of the program dumped last; None without a dump.
 

@@ -20,6 +20,7 @@ from moe_jax.errors import first_line
 from moe_jax.files.atomic import reason
 from moe_jax.measure.hlo import parse
 from moe_jax.measure.profile import measured_profile, measured_seconds
+from moe_jax.measure.temporaries import allocated_bytes
 from moe_jax.measure.trace import TracedOperation, read_trace
 from moe_jax.plan.units import size
 from moe_jax.run.agreed_compile import AgreedCompile, State
@@ -226,14 +227,6 @@ class _Trace:
 
 def _memory_problem(program: Compiled, first: Compiled) -> str:
     """Whether a program needs more memory than the one in use and than the device has, in words."""
-    needed, before = map(_num_bytes, (program, first))
+    needed, before = map(allocated_bytes, (program, first))
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", before)
     return f"needs {size(needed)} per device of {size(limit)}" if needed > max(before, limit) else ""
-
-
-def _num_bytes(program: Compiled) -> int:
-    memory = program.memory_analysis()
-    if memory is None:
-        return 0
-    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return int(memory.argument_size_in_bytes + memory.temp_size_in_bytes + results)

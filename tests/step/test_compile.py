@@ -1,5 +1,6 @@
 """What a run trains is what the report shows: one step, one way to compile it."""
 
+import dataclasses
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from moe_jax.distributed.heartbeat import PROGRAMS
 from moe_jax.measure.hlo import parse, without_frames
 from moe_jax.measure.profile import estimated_profile
 from moe_jax.measure.targets import find_target, target_of
+from moe_jax.measure.temporaries import allocated_bytes
 from moe_jax.schedule.xla_flags import compiler_options
 from moe_jax.step import compile_cache as programs
 from moe_jax.step.compile import StepProgram, step_program, switch_off_pgle, target_here
@@ -31,6 +33,7 @@ from tests.step.gradients import mesh_of
 
 ROOT = Path(__file__).parents[2]
 H200 = find_target("h200:1x1x8")
+LIMIT = "xla_gpu_memory_limit_slop_factor"
 SMALL = [
     *(
         "mesh.cpu_devices=2",
@@ -131,7 +134,8 @@ def test_a_step_for_gpus_is_compiled_again_with_estimated_times_of_its_instructi
     program = StepProgram(lowered=toy, options=options, target=H200, num_devices=8)
     monkeypatch.setenv(PROGRAMS, str(tmp_path))
     programs.compiled(program)
-    assert seen == [options, {**options, "fdo_profile": profile.encode()}]
+    unlimited = {**options, LIMIT: 1000}
+    assert seen == [unlimited, {**unlimited, "fdo_profile": profile.encode()}]
     programs.compiled(program)
     assert len(seen) == 2, "kept"
     other = StepProgram(lowered=toy, options=options, target=find_target("h100:1x1x8"), num_devices=8)
@@ -152,7 +156,7 @@ def test_of_both_programs_for_gpus_the_faster_one_is_kept(
     made: list[Any] = []
 
     def compile_again(self: Lowered, options: Any) -> Any:
-        made.append(SimpleNamespace(as_text=once.as_text))
+        made.append(SimpleNamespace(as_text=once.as_text, memory_analysis=once.memory_analysis))
         return made[-1]
 
     seconds = iter([first_s, second_s])
@@ -160,6 +164,24 @@ def test_of_both_programs_for_gpus_the_faster_one_is_kept(
     monkeypatch.setattr("moe_jax.step.compile.replay", lambda *_: SimpleNamespace(step_s=next(seconds)))
     program = StepProgram(lowered=toy, options={}, target=H200, num_devices=8)
     assert program.compile() is made[kept]
+
+
+def test_a_step_that_does_not_fit_without_a_limit_is_compiled_with_xlas_own(
+    toy: Lowered, compilations: Iterator[list[dict[str, Any]]]
+) -> None:
+    (seen,) = compilations
+    needed = allocated_bytes(toy.compile())
+    own = {"xla_backend_optimization_level": 0}
+    for memory_bytes, options, limits in [
+        (needed * 100 // 95 + 1, own, [1000, 1000]),
+        (needed, own, [1000, 1000, None, None]),
+        (None, own, [None, None]),
+        (needed, own | {LIMIT: 90}, [90, 90]),  # schedule.memory_percent
+    ]:
+        seen.clear()
+        target = dataclasses.replace(H200, memory_bytes=memory_bytes)
+        StepProgram(lowered=toy, options=options, target=target, num_devices=8).compile()
+        assert [each.get(LIMIT) for each in seen] == limits
 
 
 @pytest.mark.parametrize("asked_for", [False, True])

@@ -94,7 +94,7 @@ class ScheduleConfig(HashedOnce):
     # unrolled takes less memory, and its kernels move fewer bytes: see docs/memory.md
     unroll: int = number(1, Range(1, BLOCKS))
     # on GPUs and TPUs: how much of a device's memory XLA may fill while it moves operations to hide communication; less
-    # takes less memory, and hides less, see docs/memory.md; null: XLA's own, 95
+    # takes less memory, and hides less, see docs/memory.md; null: XLA's own, 95, or as much as fits into a GPU
     memory_percent: int | None = number(None, Range(1, 100))
     # what the backward pass recomputes, see docs/architecture.md; chunk, with pipeline stages: a model chunk's whole
     # forward pass, exchanges included
