@@ -7,8 +7,8 @@ make a small step slower, so the program with the shorter estimated step is kept
 program's text and from published rates, so all processes of a run compute the same profile and keep the same program.
 
 XLA:GPU's scheduler also stops hiding communication where its own estimate of the memory in use reaches 95 % of the
-device's. It estimates more than is allocated: a step with 72.8 of 85 GB hid nothing, and with 76.6 GB a third, in 0.80
-of the time. So such a step is first compiled without this limit, and with it only if it does not fit.
+device's. It estimates more than is allocated: a step with 73.8 of 85 GB hid nothing, and with 76.6 GB a third, in 0.80
+of the time. So steps are first compiled without this limit, and with it only if they do not fit.
 
 A run may replace the estimates by measured times (`schedule.profile_steps`, `run/measured_profile.py`).
 """
@@ -54,6 +54,7 @@ class StepProgram:
     options: Mapping[str, Any]  # compiler options
     target: Target | None  # its rates give the profile of the second compilation; None: compile once
     num_devices: int
+    memory_bytes: int | None = None  # of a GPU; None: unknown, and XLA's scheduler keeps its own limit
     profile: str | None = None  # measured: compile once, with it
 
     def with_measured(self, profile: str) -> "StepProgram":
@@ -73,10 +74,9 @@ class StepProgram:
         Raises JaxRuntimeError if the compiler rejects it.
         """
         options: dict[str, Any] = {**self.options, **(writes or {})}
-        memory_bytes = self.target and self.target.memory_bytes
-        if memory_bytes and not _is_set(options, next(iter(_UNLIMITED))):
+        if self.memory_bytes is not None and not _is_set(options, next(iter(_UNLIMITED))):
             program = self._fastest(options | _UNLIMITED)
-            if allocated_bytes(program) <= _FILLED * memory_bytes:
+            if allocated_bytes(program) <= _FILLED * self.memory_bytes:
                 return program
         return self._fastest(options)
 
@@ -116,14 +116,15 @@ def step_program(
     """
     switch_off_pgle()
     chosen = {**trainer.options, **(options or {})}
-    is_scheduled_gpu = trainer.kind.facts.orders_tasks and target is not None and target.platform == "gpu"
+    gpu = target if target is not None and target.platform == "gpu" else None
     with _without_source_lines():
         lowered = trainer.step.lower(*trainer.step_shapes(batch))
     return StepProgram(
         lowered=lowered,
         options=chosen,
-        target=target if is_scheduled_gpu and not has_profile(chosen) else None,
+        target=gpu if trainer.kind.facts.orders_tasks and not has_profile(chosen) else None,
         num_devices=trainer.mesh.size,
+        memory_bytes=None if gpu is None else gpu.memory_bytes,
     )
 
 

@@ -397,8 +397,8 @@ for _title, _of in (("| two processes |", _steps), ("| four processes |", _strea
         },
     )
 for _plan, _piece, _words in (
-    ("plan_kimi_k2_h100x1024", "on 1,024 H100", "1.03 1,024 2 128 4 4 1,024 2,048"),
-    ("plan_kimi_k2_h200x1024", "the same on 1,024 H200", "1,024 128 8 8 128 2"),
+    ("plan_kimi_k2_h100x1024", "on 1,024 H100", "1.03 1,024 32 8 2 2 32 3 1,024 2,048"),
+    ("plan_kimi_k2_h200x1024", "the same on 1,024 H200", "1,024 16 8 4 2 16"),
 ):
     _text = plan_text(_plan)
     _names = ("memory predicted", "memory compiled", "memory of", "step predicted", "step compiled")

@@ -1,6 +1,5 @@
 """What a run trains is what the report shows: one step, one way to compile it."""
 
-import dataclasses
 import json
 import os
 import re
@@ -134,8 +133,7 @@ def test_a_step_for_gpus_is_compiled_again_with_estimated_times_of_its_instructi
     program = StepProgram(lowered=toy, options=options, target=H200, num_devices=8)
     monkeypatch.setenv(PROGRAMS, str(tmp_path))
     programs.compiled(program)
-    unlimited = {**options, LIMIT: 1000}
-    assert seen == [unlimited, {**unlimited, "fdo_profile": profile.encode()}]
+    assert seen == [options, {**options, "fdo_profile": profile.encode()}]
     programs.compiled(program)
     assert len(seen) == 2, "kept"
     other = StepProgram(lowered=toy, options=options, target=find_target("h100:1x1x8"), num_devices=8)
@@ -179,8 +177,8 @@ def test_a_step_that_does_not_fit_without_a_limit_is_compiled_with_xlas_own(
         (needed, own | {LIMIT: 90}, [90, 90]),  # schedule.memory_percent
     ]:
         seen.clear()
-        target = dataclasses.replace(H200, memory_bytes=memory_bytes)
-        StepProgram(lowered=toy, options=options, target=target, num_devices=8).compile()
+        program = StepProgram(lowered=toy, options=options, target=H200, num_devices=8, memory_bytes=memory_bytes)
+        program.compile()
         assert [each.get(LIMIT) for each in seen] == limits
 
 
@@ -211,8 +209,10 @@ def test_rates_count_for_scheduled_steps_without_a_profile_of_their_own(monkeypa
     monkeypatch.delenv("XLA_FLAGS")
     tokens = tokens_of(small_config(2, 4))
     assert plain.options == scheduled.options == compiler_options("cpu", "cpu")
-    assert step_program(plain, tokens, H200).target is None
-    assert step_program(scheduled, tokens, find_target("v5p:2x2x2")).target is None
+    once = step_program(plain, tokens, H200)
+    assert (once.target, once.memory_bytes) == (None, H200.memory_bytes)
+    of_tpus = step_program(scheduled, tokens, find_target("v5p:2x2x2"))
+    assert (of_tpus.target, of_tpus.memory_bytes) == (None, None)
     program = step_program(scheduled, tokens, H200, {"xla_more": True})
     assert (program.target, program.options, program.num_devices) == (H200, {"xla_more": True}, 8)
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_pgle_profile_file_or_directory_path=measured.pb")
