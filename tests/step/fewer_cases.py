@@ -3,22 +3,24 @@
 Takes the cases that the array has and tries, until --seconds are over, to do with one less. Then it replaces values by
 earlier ones of their factors, whose programs tend to be smaller, where no pair is lost by that. Writes the array's
 table. With --keep, the cases of the table stay as they are, and only those that new values need besides
-are searched.
+are searched. With --cheaper N, their number stays as it is: N random programs show how large those of all cases are,
+and values are exchanged between cases, so that few programs have several settings that enlarge them.
 """
 
 import argparse
 import math
-import os
 import random
 import time
 from collections.abc import Callable
 
-os.environ.setdefault("XLA_FLAGS", "")  # which tests.compiled reads
-
+import tests.conftest  # noqa: F401  XLA's flags, before jax starts
 from tests.pairwise import Case
 from tests.step.arrays import Array, read_table, write_table
+from tests.step.program_sizes import Sampled, Sizes
 
 COLDEST, COOLING, EVERY = 0.12, 0.9995, 1024  # temperature in pairs; it falls every so many moves
+HOT_S, COLD_S, PAIR_S = 1.5, 0.03, 6.0  # temperatures in seconds of tests, and what a missing pair is worth
+ROUNDS = 3  # of searches, each with a better model
 
 
 class Search:
@@ -100,8 +102,19 @@ class Search:
 
     def _move(self, temperature: float) -> None:
         """Give some row a pair that is missing, and take that back if it costs too many others."""
-        pair, row = self.draw.choice(self.missing), self.rows[self.draw.randrange(self.kept, len(self.rows))]
-        old, before = list(row), len(self.missing)
+        missing, before = len(self.missing), self._give_missing()
+        more = len(self.missing) - missing
+        if more > 0 and self.draw.random() > math.exp(-more / temperature):
+            self._restore(before)
+
+    def _give_missing(self) -> dict[int, list[int]]:
+        """Give some row a pair that is missing, and other values where they do not fit; return the row as it was.
+
+        Returns an empty one, and changes nothing, if none fit.
+        """
+        pair, index = self.draw.choice(self.missing), self.draw.randrange(self.kept, len(self.rows))
+        row = self.rows[index]
+        before = {index: list(row)}
         for item in pair:
             self.set(row, item)
         fixed = [self.factor[item] for item in pair]
@@ -109,11 +122,63 @@ class Search:
             fitting = [i for i in self.items[own] if self._fits(i, row)]
             if own not in fixed and row[own] not in fitting and fitting:
                 self.set(row, self.draw.choice(fitting))
-        more = len(self.missing) - before
-        fits = all(self._fits(item, row) for item in row)
-        if not fits or (more > 0 and self.draw.random() > math.exp(-more / temperature)):
-            for item in old:
-                self.set(row, item)
+        if all(self._fits(item, row) for item in row):
+            return before
+        self._restore(before)
+        return {}
+
+    def cheapen(self, sizes: Sizes, seconds: float) -> None:
+        """Exchange values so that all tests together take less time, as estimated; all pairs meet in the end."""
+        costs = [sizes.seconds(row) for row in self.rows]
+        least, best, begin, moves, temperature = (
+            sum(costs),
+            [list(row) for row in self.rows],
+            time.monotonic(),
+            0,
+            HOT_S,
+        )
+        while True:
+            moves += 1
+            if moves % EVERY == 0:
+                if not self.missing and sum(costs) < least:
+                    least, best = sum(costs), [list(row) for row in self.rows]
+                done = (time.monotonic() - begin) / seconds
+                if done >= 1:
+                    break
+                temperature = HOT_S * (COLD_S / HOT_S) ** done
+            missing, before = len(self.missing), self._change()
+            found = {index: sizes.seconds(self.rows[index]) for index in before}
+            more = sum(found[index] - costs[index] for index in before) + PAIR_S * (len(self.missing) - missing)
+            if more <= 0 or self.draw.random() < math.exp(-more / temperature):
+                for index, cost in found.items():
+                    costs[index] = cost
+            else:
+                self._restore(before)
+        self._restore(dict(enumerate(best)))
+        print(f"{len(best)} cases: {least:.0f} s, as estimated", flush=True)
+
+    def _change(self) -> dict[int, list[int]]:
+        """Give a row a pair that is missing, or one other value, or let two rows exchange values; return old rows."""
+        index, other = (self.draw.randrange(self.kept, len(self.rows)) for _ in range(2))
+        own, chance = self.draw.randrange(len(self.items)), self.draw.random()
+        if self.missing and chance < 0.3:
+            return self._give_missing()
+        if chance < 0.7:
+            item = self.draw.choice(self.items[own])
+            changes = {index: item} if self._fits(item, self.rows[index]) else {}
+        else:
+            here, there = self.rows[index][own], self.rows[other][own]
+            fit = self._fits(there, self.rows[index]) and self._fits(here, self.rows[other])
+            changes = {index: there, other: here} if fit else {}
+        before = {changed: list(self.rows[changed]) for changed in changes}
+        for changed, item in changes.items():
+            self.set(self.rows[changed], item)
+        return before
+
+    def _restore(self, rows: dict[int, list[int]]) -> None:
+        for index, row in rows.items():
+            for item in row:
+                self.set(self.rows[index], item)
 
     def use_usual(self) -> None:
         """Replace values by earlier ones of their factors where no pair is lost."""
@@ -162,11 +227,22 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="keep the cases of the table")
+    parser.add_argument("--cheaper", type=int, metavar="SAMPLES", help="look for smaller programs, not for fewer")
     given = parser.parse_args()
     array = arrays[given.array]
     kept = len(read_table(array)) if given.keep else 0
-    deadline, search = time.monotonic() + given.seconds, Search(array, given.seed, kept)
+    search = Search(array, given.seed, kept)
     assert not search.missing
+    if given.cheaper:
+        make_cheaper(array, search, given.cheaper, given.seconds, given.seed)
+    else:
+        make_fewer(search, given.seconds)
+    write_table(array, search.cases())
+
+
+def make_fewer(search: Search, seconds: float) -> None:
+    """Do with fewer cases, of usual values."""
+    deadline = time.monotonic() + seconds
     found = [list(row) for row in search.rows]
     while True:
         print(f"{len(found)} cases", flush=True)
@@ -179,7 +255,15 @@ def main() -> None:
     for row in found:
         search.insert(row)
     search.use_usual()
-    write_table(array, search.cases())
+
+
+def make_cheaper(array: Array, search: Search, samples: int, seconds: float, seed: int) -> None:
+    """Do with smaller programs: those that a first model finds small show where it is wrong."""
+    sampled = Sampled(array, search.names, seed)
+    sampled.add_random(samples)
+    for _ in range(ROUNDS):
+        sampled.add(search.cases())
+        search.cheapen(sampled.fitted(), seconds / ROUNDS)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.stages import Wrapped
 
 from moe_jax.config import Config, MigrationConfig, ModelConfig, TrainConfig
 from moe_jax.config.layer_layout import Stages
@@ -90,9 +91,8 @@ def assert_are_near(grads: dict[str, np.ndarray], expected: dict[str, np.ndarray
 
 def trained(config: Config) -> Step:
     """By the program that a run has."""
-    trainer = make_trainer(config, mesh_of(config))
-    replayed = (None, *record_of(config)) if config.train.replay_routing else ()
-    state, metrics = run_checked(trainer.step, first_state(config, trainer), batch_of(config), *replayed)
+    step, arguments = program_of(config)
+    state, metrics = run_checked(step, *arguments)
     trees = {"params": state["params"], "mu": first_moments(state["optimizer"])}
     trees, stages = jax.tree.map(jnp.asarray, trees), Stages.of(config)
     if "placement" in state:
@@ -106,6 +106,13 @@ def trained(config: Config) -> Step:
     if config.model.moe.num_experts:
         names += (*LOSSES, "expert_load", "block_dropped_fraction")
     return Step({name: metrics[name] for name in names}, by_path(trees["mu"]), by_path(trees["params"]))
+
+
+def program_of(config: Config) -> tuple[Wrapped, tuple[Any, ...]]:
+    """The step of a run, and what it is called with."""
+    trainer = make_trainer(config, mesh_of(config))
+    replayed = (None, *record_of(config)) if config.train.replay_routing else ()
+    return trainer.step, (first_state(config, trainer), batch_of(config), *replayed)
 
 
 def first_moments(state: Any) -> Any:
