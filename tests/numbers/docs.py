@@ -255,6 +255,22 @@ _by_memory = {
     next((each.partition("=")[2] for each in found["settings"] if "memory_percent" in each), "null"): found
     for found in FOUR_BLOCKS
 }
+table(
+    "compiled.md",
+    "| step near the memory of a GPU |",
+    {
+        f"{step}, {words}": f"{shape} "
+        + _digits(
+            *(found[f"{what}_ms"] for what in ("step", "communication", "exposed")), found["allocated_gb"], digits=1
+        )
+        for name, step, shape in (
+            ("unified", "`unified` in 2 microbatches, 8 × 4,096 tokens per GPU", "2 8 4,096"),
+            ("plain", "plain, 2 × 4,736 tokens per GPU", "2 4,736"),
+        )
+        for limit, words in (("as runs do", "no limit"), ("with XLA's limit", "XLA's limit"))
+        for found in (result("memory_limit_h100_1x1x8")["found"][name][limit],)
+    },
+)
 _steps = {  # of several with other settings, the first
     name.partition(" ")[0]: found for name, found in reversed(result("peer_shapes_v5p_2x2x2")["programs"].items())
 }
