@@ -268,7 +268,7 @@ table(
             ("plain", "plain, 2 × 4,736 tokens per GPU", "2 4,736"),
         )
         for limit, words in (("as runs do", "no limit"), ("with XLA's limit", "XLA's limit"))
-        for found in (result("memory_limit_h100_1x1x8")["found"][name][limit],)
+        for found in (result("scheduler_limit_h100_1x1x8")["found"][name][limit],)
     },
 )
 _steps = {  # of several with other settings, the first

@@ -1,8 +1,8 @@
-"""What the limit of XLA:GPU's scheduler costs near the memory of a device: python profiling/memory_limit.py h100:1x1x8
+"""What the limit of XLA:GPU's scheduler costs near the memory of a device: python profiling/scheduler_limit.py h100:1x1x8
 
 Compiles steps of OLMoE (configs/models/olmoe.yaml) that nearly fill an H100, ahead of time and without the hardware:
 as runs do (`step/compile.py`), and with XLA's own limit, 95 % of the memory by its estimate. Takes a few minutes.
-Writes results/memory_limit_TARGET.json.
+Writes results/scheduler_limit_TARGET.json.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ _STEPS = {
     "schedule.grad_reduce=bucketed schedule.bucket_cap_mb=200 train.batch_size=64",
     "plain": "schedule.policy=vanilla schedule.microbatches=1 train.batch_size=16 data.seq_len=4736",
 }
-_LIMITS: dict[str, dict[str, Value]] = {"as runs do": {}, "with XLA's limit": {"xla_gpu_memory_limit_slop_factor": 95}}
+_LIMITS: dict[str, dict[str, Value]] = {"as runs do": {}, "with XLA's limit": {"xla_gpu_scheduler_limit_slop_factor": 95}}
 
 
 def compiled(target: Target, settings: str, options: dict[str, Value]) -> dict[str, Any]:
@@ -37,14 +37,14 @@ def compiled(target: Target, settings: str, options: dict[str, Value]) -> dict[s
 
 def main() -> None:
     """Compile, and write after each step."""
-    parser = CommandParser(prog="python profiling/memory_limit.py", description=__doc__)
+    parser = CommandParser(prog="python profiling/scheduler_limit.py", description=__doc__)
     _, target = read_command(parser, ())
     found: dict[str, dict[str, Any]] = {}
     for name, settings in _STEPS.items():
         found[name] = {limit: compiled(target, settings, options) for limit, options in _LIMITS.items()}
         print(name, found[name], flush=True)
         write_result(
-            f"memory_limit_{target.name.replace(':', '_')}",
+            f"scheduler_limit_{target.name.replace(':', '_')}",
             {"settings": _MODEL, "steps": _STEPS, "memory_gb": (target.memory_bytes or 0) / 1e9, "found": found},
         )
 
