@@ -1,4 +1,4 @@
-"""What the limit of XLA:GPU's scheduler costs near the memory of a device: python profiling/scheduler_limit.py h100:1x1x8
+"""What the memory limit of XLA:GPU's scheduler costs: python profiling/scheduler_limit.py h100:1x1x8
 
 Compiles steps of OLMoE (configs/models/olmoe.yaml) that nearly fill an H100, ahead of time and without the hardware:
 as runs do (`step/compile.py`), and with XLA's own limit, 95 % of the memory by its estimate. Takes a few minutes.
@@ -24,7 +24,7 @@ _STEPS = {
     "schedule.grad_reduce=bucketed schedule.bucket_cap_mb=200 train.batch_size=64",
     "plain": "schedule.policy=vanilla schedule.microbatches=1 train.batch_size=16 data.seq_len=4736",
 }
-_LIMITS: dict[str, dict[str, Value]] = {"as runs do": {}, "with XLA's limit": {"xla_gpu_scheduler_limit_slop_factor": 95}}
+_LIMITS: dict[str, dict[str, Value]] = {"as runs do": {}, "with XLA's limit": {"xla_gpu_memory_limit_slop_factor": 95}}
 
 
 def compiled(target: Target, settings: str, options: dict[str, Value]) -> dict[str, Any]:
