@@ -1,5 +1,6 @@
 """Agreement of all processes on the checkpoint that they read. If one finds it damaged, all treat it as damaged."""
 
+import sys
 import time
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 from moe_jax.checkpoint.files import FOLDER, DamagedError, NoneWholeError, check_files, newest_checkpoint
 from moe_jax.checkpoint.record import Record
 from moe_jax.checkpoint.storage import storage_of
-from moe_jax.distributed.processes import allgather, first_problem
+from moe_jax.distributed.processes import allgather, first_problem, is_main_process
 from moe_jax.errors import CheckpointError, OutageError
 from moe_jax.files.local_copy import url_of
 
@@ -24,7 +25,7 @@ def agreed_newest(run: Path, damaged: MutableMapping[int, str]) -> int | None:
     Raises CheckpointError on all of them also if they see different folders, for longer than the listing of a folder
     may be old, and OutageError if one of them cannot read them.
     """
-    ends_s = time.monotonic() + (0 if url_of(run) else SHOWN_S)
+    ends_s, is_waiting = time.monotonic() + (0 if url_of(run) else SHOWN_S), False
     while True:
         newest, problem, unreadable = None, None, None
         try:
@@ -42,14 +43,15 @@ def agreed_newest(run: Path, damaged: MutableMapping[int, str]) -> int | None:
         step = max(found) - _STEP_0
         if step >= 0 and (reason := first_problem(damaged.get(step, ""))) and all(allgather(_has(run, step))):
             damaged.setdefault(step, reason)
-        elif any(allgather(time.monotonic() > ends_s)):
-            steps = [_WITHOUT.get(each) or each - _STEP_0 for each in found]
-            raise CheckpointError(
-                f"{run / FOLDER} is not the same on all processes (they find steps {', '.join(map(str, steps))}): "
-                "put log.dir on a disk that all share"
-            )
-        else:
-            time.sleep(_POLL_S)
+            continue
+        steps = ", ".join(str(_WITHOUT.get(each) or each - _STEP_0) for each in found)
+        differ = f"{run / FOLDER} is not the same on all processes (they find steps {steps})"
+        if any(allgather(time.monotonic() > ends_s)):
+            raise CheckpointError(f"{differ}: put log.dir on a disk that all share")
+        if not is_waiting and is_main_process():
+            print(f"{differ}: looking again for up to {SHOWN_S} s", file=sys.stderr, flush=True)
+        is_waiting = True
+        time.sleep(_POLL_S)
 
 
 def _has(run: Path, step: int) -> bool:

@@ -24,6 +24,7 @@ from moe_jax.distributed.hosts import publish_host
 from moe_jax.distributed.startup_barrier import ProcessError, StartupBarrier, wait_for_all
 from moe_jax.errors import ConfigError, UserError
 from moe_jax.parallel.mesh import found_devices
+from moe_jax.paths import shown
 
 T = TypeVar("T")
 
@@ -226,7 +227,7 @@ def first_problem(own: str) -> str:
     if not any(have):
         return ""
     first = have.index(1)
-    told = from_process(first, own)
+    told = from_process(first, shown(own))  # with URLs in place of its copies of these
     return own or f"process {first}: {told}"
 
 
