@@ -888,7 +888,7 @@ MUTATIONS = (
         "first, 1), TOKEN_AXES)",
         "first, 1), Axis.TENSOR)",
         "devices clip the same head by different factors, and their parameters drift apart",
-        ["tests/step/test_every_step.py", "-k", "qk_clip"],
+        ["tests/step/test_every_step.py", "-k", "muonclip"],
     ),
     Mutation(
         "rotated_queries_clipped_by_half",
