@@ -164,6 +164,7 @@ def test_ends_are_those_of_the_tokenizer_and_of_the_model(tmp_path):
 
 def test_the_number_of_programs_is_small(decoder):
     """Lengths are rounded up to powers of 2."""
+    continued(decoder, [[1] * 6])
     before = len(decoder._programs)
     continued(decoder, [[1] * 5])
     assert len(decoder._programs) == before
