@@ -86,8 +86,8 @@ class HeadLoss(NamedTuple):
 def unembed(params: Tree, x_BnD: Float[Array, "B n D"], model: ModelConfig) -> Float[Array, "B n V"]:
     """Return logits in float32. They are not differentiated."""
     head, h_BnD = _head(params, model), _features(params, x_BnD, model)
-    logit_BnV = wide_product(wide_matmul, h_BnD, head.matrix_DV.astype(h_BnD.dtype))
-    return logit_BnV if head.bias_V is None else logit_BnV + head.bias_V
+    matrix_DV = head.matrix_DV.astype(h_BnD.dtype)
+    return wide_product(lambda h_BnD, matrix_DV: Head(matrix_DV, head.bias_V).logits(h_BnD), h_BnD, matrix_DV)
 
 
 def head_loss(

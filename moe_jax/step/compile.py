@@ -35,13 +35,13 @@ from moe_jax.measure.profile import estimated_profile
 from moe_jax.measure.targets import Target, target_of
 from moe_jax.measure.temporaries import allocated_bytes
 from moe_jax.parallel.sharding import BATCH_SPEC
-from moe_jax.schedule.xla_flags import Value
+from moe_jax.schedule.xla_flags import Value, memory_option
 from moe_jax.step.trainer import Trainer
 
 _PROFILE = "fdo_profile"  # jax's name for the option
 _PROFILE_FILE = "xla_gpu_pgle_profile_file_or_directory_path"  # XLA's flag for a measured profile
 _GRAPHS = "xla_gpu_enable_command_buffer"  # XLA's flag for the kernels that CUDA graphs launch
-_UNLIMITED = {"xla_gpu_memory_limit_slop_factor": 1000}  # percent of the memory that XLA's scheduler may fill
+_UNLIMITED = memory_option(1000, "gpu")  # percent of the memory that XLA's scheduler may fill
 _FILLED = 0.95  # of a device's memory, which is XLA's own limit
 _SOURCE_LINES = "jax_traceback_in_locations_limit"  # jax's setting, and in capitals its environment variable
 
@@ -74,7 +74,7 @@ class StepProgram:
         Raises JaxRuntimeError if the compiler rejects it.
         """
         options: dict[str, Any] = {**self.options, **(writes or {})}
-        if self.memory_bytes is not None and not _is_set(options, next(iter(_UNLIMITED))):
+        if self.memory_bytes is not None and not any(_is_set(options, flag) for flag in _UNLIMITED):
             program = self._fastest(options | _UNLIMITED)
             if allocated_bytes(program) <= _FILLED * self.memory_bytes:
                 return program
