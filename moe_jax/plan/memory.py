@@ -27,16 +27,9 @@ from moe_jax.config import Config, Sections
 from moe_jax.config.attention_kernels import HOPPER, Capability
 from moe_jax.config.layer_layout import segments
 from moe_jax.errors import ConfigError
-from moe_jax.plan.activation_memory import (
-    DeviceSizes,
-    Mode,
-    is_fused,
-    mode_of,
-    mtp_bytes,
-    sizes_of,
-    stored_bytes,
-)
+from moe_jax.plan.activation_memory import Mode, is_fused, mode_of, mtp_bytes, stored_bytes
 from moe_jax.plan.compilers import COMPILERS
+from moe_jax.plan.device_sizes import DeviceSizes, sizes_of
 from moe_jax.plan.gradients import ITEM_BYTES, own_parameters
 from moe_jax.plan.hot_experts import copies_bytes, stored_copies_bytes
 from moe_jax.plan.memory_parts import TEMPORARIES, Moment, StepMemory, moments_of, update_bytes

@@ -8,8 +8,9 @@ from moe_jax.config import Config, ModelConfig
 from moe_jax.config.attention_kernels import HOPPER, Capability
 from moe_jax.config.layer_layout import Stages
 from moe_jax.config.registry import PIPELINE_FACTS
-from moe_jax.plan.activation_memory import deferred_bytes, mode_of, mtp_bytes, sizes_of, stored_bytes
+from moe_jax.plan.activation_memory import deferred_bytes, mode_of, mtp_bytes, stored_bytes
 from moe_jax.plan.compilers import COMPILERS
+from moe_jax.plan.device_sizes import sizes_of
 from moe_jax.plan.gradients import own_parameters, params_by_group
 from moe_jax.plan.hot_experts import copies_bytes, stored_copies_bytes
 from moe_jax.plan.memory_parts import TEMPORARIES, Moment, StepMemory, moments_of, update_bytes

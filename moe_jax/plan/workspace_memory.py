@@ -4,8 +4,9 @@ import math
 from collections.abc import Mapping
 
 from moe_jax.config import Config, ModelConfig
-from moe_jax.plan.activation_memory import DeviceSizes, Mode, longest_loop, stored_bytes
+from moe_jax.plan.activation_memory import Mode, longest_loop, stored_bytes
 from moe_jax.plan.compilers import Compiler
+from moe_jax.plan.device_sizes import DeviceSizes
 from moe_jax.plan.recurrent import recurrent_layer, recurrent_share
 from moe_jax.plan.resources import count_parameters
 from moe_jax.plan.work import logit_chunk

@@ -34,7 +34,7 @@ from moe_jax.models.routing import expert_capacity
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.all_to_all.ragged import row_shape
 from moe_jax.parallel.mesh import ALL_AXES
-from moe_jax.plan.activation_memory import sizes_of
+from moe_jax.plan.device_sizes import sizes_of
 from moe_jax.run.timing_cache import TimingCache
 from moe_jax.schedule.xla_flags import compiler_options
 from moe_jax.telemetry.run_log import human_seconds

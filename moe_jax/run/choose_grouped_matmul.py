@@ -33,7 +33,7 @@ from moe_jax.measure.interleaved_timing import Call, InterleavedTimes, time_inte
 from moe_jax.models.grouped_matmul import blocks, blocks_dgrad, blocks_wgrad
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct, Pass, available
 from moe_jax.models.transformer import ComputeConfig, capability_of
-from moe_jax.plan.activation_memory import sizes_of
+from moe_jax.plan.device_sizes import sizes_of
 from moe_jax.run.timing_cache import TimingCache
 from moe_jax.telemetry.run_log import human_seconds
 

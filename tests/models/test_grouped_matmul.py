@@ -21,7 +21,7 @@ from moe_jax.models import grouped_kernel, grouped_tokamax
 from moe_jax.models.dispatchers.protocol import balanced_fill
 from moe_jax.models.grouped_matmul import blocks_dgrad, blocks_wgrad, group_of_tiles
 from moe_jax.models.grouped_products import GROUPED_PRODUCTS, GroupedProduct, available, product_name, product_of
-from moe_jax.plan.activation_memory import TILES, _tile_range
+from moe_jax.plan.device_sizes import TILES, _tile_range
 
 # Widths of several blocks of the kernel, as 48 and 32 are cut by 16 and 32.
 ROWS, GROUPS, D, F, TILE = 192, 4, 48, 32, 16

@@ -10,12 +10,12 @@ from moe_jax.config.attention_kernels import ATTENTION_TILE, HOPPER, splash_bloc
 from moe_jax.config.sections import AttentionConfig, DeltaNetConfig, LatentConfig, MambaConfig, ModelConfig, MoEConfig
 from moe_jax.config.yaml_io import load_config
 from moe_jax.models.attention.tiles import of_sequence, ring_of
-from moe_jax.plan.activation_memory import sizes_of
 from moe_jax.plan.attention_times import squares_seconds
 from moe_jax.plan.clusters import PRESETS, find_cluster
 from moe_jax.plan.clusters.hardware import MatrixUnits, Tile
 from moe_jax.plan.config_memory import ConfigMemory
 from moe_jax.plan.curves import Curve, curve
+from moe_jax.plan.device_sizes import sizes_of
 from moe_jax.plan.memory import step_memory
 from moe_jax.plan.products import Product, block_products, measured_attention, measured_rate, product_seconds
 from moe_jax.plan.step_times import Step
