@@ -35,12 +35,12 @@ def too_large(search: PlanSearch, base: Config) -> Refused | None:
     if (parameters := search.memory_factor * parameter_bytes(least)) > limit:
         text = f"needs {parameters / 1e9:.1f} of {limit / 1e9:.1f} GB at least, for parameters alone"
         return Refused(mesh, lambda: Reason(text, parameters, parameters_alone=True))
-    return None if search.fits_at_all(base) else Refused(mesh, lambda: _largest(search, base, limit))
+    return None if search.fitting.fits_at_all(base) else Refused(mesh, lambda: _largest(search, base, limit))
 
 
 def _largest(search: PlanSearch, base: Config, limit: float) -> Reason:
     """The memory that the mesh needs at least, with its largest item."""
-    memory = search.least(base)
+    memory = search.fitting.least(base)
     largest = max(memory.parts, key=lambda name: memory.parts[name])
     needed = search.memory_factor * memory.total
     text = (

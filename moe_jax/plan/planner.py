@@ -21,9 +21,10 @@ from moe_jax.config.validate import check_ranges
 from moe_jax.errors import ConfigError, UserError
 from moe_jax.plan.candidates import Refused, on_meshes
 from moe_jax.plan.clusters import Cluster
+from moe_jax.plan.fitting import remats
 from moe_jax.plan.infeasible import no_plan_message, too_large
 from moe_jax.plan.rates import with_rates
-from moe_jax.plan.search import Candidate, MeshConfigs, PlanSearch, remats, step_s
+from moe_jax.plan.search import Candidate, MeshConfigs, PlanSearch, step_s
 from moe_jax.plan.speeds_text import with_rank_speeds
 
 _RANKED = 8  # meshes that are simulated at least
@@ -140,7 +141,7 @@ def _fastest(search: PlanSearch, bases: Sequence[Config]) -> list[Candidate]:
         if least_s > limit_s or (has_stages and is_first and least_s > limits.best_s):
             continue
         if configs is None:
-            configs = search.fitting(base, remats(base)[remat])
+            configs = search.mesh_configs(base, remats(base)[remat])
             heapq.heappush(queue, (configs.least_s, number, remat, configs))
             if not configs.complete and remat + 1 < len(remats(base)):
                 more = remats(base)[remat + 1]

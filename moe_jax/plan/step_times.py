@@ -19,7 +19,7 @@ from moe_jax.plan.gradients import Sum, own_parameters, sums_of
 from moe_jax.plan.launch_overhead import with_launch_overhead
 from moe_jax.plan.measured import MeasuredTimes
 from moe_jax.plan.param_gathers import Gathered, gathered_bytes, param_gathers
-from moe_jax.plan.products import Direction, OpTimes, block_products
+from moe_jax.plan.products import Direction, OpTimes, Product, block_products
 from moe_jax.plan.rank_speeds import slowest_devices
 from moe_jax.plan.resources import Owned, owned_parameters, parameters_per_device
 from moe_jax.plan.simulate import Timeline, simulate
@@ -241,70 +241,83 @@ class Step:
 
     def compute(self) -> Mapping[str, OpTimes]:
         """Estimates of the compute stages."""
-        model, tokens, settings = self._whole.model, self.tokens, self.config.schedule
+        model = self._whole.model
         owned = owned_parameters(model)
-        products = block_products(
-            self._whole, tokens, self.tensor, self.experts.ranks, self.device.platform, self._local_experts
-        )
-        share = self._local_experts * self.experts.ranks / max(model.moe.num_experts, 1)  # 1: as many as other ranks
         of_kind = dict(zip(model.block_kinds[: model.num_layers], owned[1:], strict=False))
-        passes = self._item * tokens * model.hidden_size
-        rows = busiest_rows(self.config, tokens, self.device.platform)
-        hidden = share * rows * (model.hidden_size + 2 * model.moe.intermediate_size)
-        row_passes = [each * self._item * hidden / 3 for each in _ROW_PASSES]
+        blocks = {kind: self._block(kind, part) for kind, part in of_kind.items()}
+        any_block = next(iter(blocks.values()))  # for the kind that the model lacks
+        return {
+            "embed": self._op("embed", Owned(), [self._stream_bytes, 2 * self._stream_bytes]),
+            "attend": blocks.get("moe", any_block),
+            "dense": blocks.get("dense", any_block),
+            "expert": self._expert(of_kind.get("moe", Owned())),
+            "head": self._head(owned[-1]),
+        }
+
+    def _block(self, kind: str, owned: Owned) -> OpTimes:
+        """The times of a block but for its experts."""
+        full, gathered_s = self.config.schedule.remat == "full", self._gathered(self._whole.model, kind)
+        found = self._op(
+            "attend" if kind == "moe" else "dense",
+            owned._replace(expert=0, expert_whole=0),
+            [each * self._stream_bytes for each in _TOKEN_PASSES],
+            [attention_s + gathered_s for attention_s in self._attention_s],
+        )
+        return self._recomputing(found, full, 0.0 if full else gathered_s)
+
+    def _expert(self, owned: Owned) -> OpTimes:
+        """The times of a rank's experts: the busiest one, if ranks have different numbers of them."""
+        model = self._whole.model
+        share = self._local_experts * self.experts.ranks / max(model.moe.num_experts, 1)  # 1: as many as other ranks
+        rows = busiest_rows(self.config, self.tokens, self.device.platform)
+        numbers = share * rows * (model.hidden_size + 2 * model.moe.intermediate_size)
+        moved = [each * self._item * numbers / 3 for each in _ROW_PASSES]
         if model.moe.expert_matmuls == "fp8":
-            row_passes = [each + rounded * hidden for each, rounded in zip(row_passes, _ROUNDED_BYTES, strict=True)]
-
-        def op(name: str, weights: Owned, moved: Sequence[float], waited: Sequence[float] = (0.0, 0.0)) -> OpTimes:
-            """The times of an op with `moved` bytes of memory traffic and `waited` seconds, forward and backward."""
-            device = self._expert_device if name == "expert" else self.device
-            forward, backward = (
-                num_bytes / device.copied_bytes_per_s + waited_s
-                for num_bytes, waited_s in zip(moved, waited, strict=True)
-            )
-            return OpTimes(
-                device=device,
-                products=products[name],
-                weights_s=self._weights(weights, device),
-                kernels=_KERNELS[name],
-                whole_s={"F": forward, "B": backward},
-            )
-
-        alike = list(zip(map(self.squares_s, _DIRECTIONS), self._from_others(model), strict=True))  # in all blocks
-
-        def block(kind: str, part: Owned) -> OpTimes:
-            gathered_s = self._gathered(model, kind)
-            waited = [squares_s + gathered_s + others_s for squares_s, others_s in alike]
-            found = op(
-                "attend" if kind == "moe" else "dense",
-                part._replace(expert=0, expert_whole=0),
-                [each * passes for each in _TOKEN_PASSES],
-                waited,
-            )
-            kept_s = 0.0 if settings.remat == "full" else gathered_s
-            return self._recomputing(found, settings.remat == "full", kept_s)
-
-        found = {kind: block(kind, part) for kind, part in of_kind.items()}
-        any_block = next(iter(found.values()))  # for the kind that the model lacks
-        experts = of_kind.get("moe", Owned())
+            moved = [each + rounded * numbers for each, rounded in zip(moved, _ROUNDED_BYTES, strict=True)]
         # remat of whole periods repeats their exchanges in the backward pass, where nothing overlaps with them
-        again = settings.remat in ("dots", "full") and self.config.step_facts.remat_unit == "period"
+        again = self.config.schedule.remat in ("dots", "full") and self.config.step_facts.remat_unit == "period"
         exchanged_s = 2 * self.exchanges.seconds(self.exchanged_bytes) if again else 0.0
         copied_s, summed_s = self.exchanges.copies_s if self.config.step_kind == "plain" else (0.0, 0.0)
-        own_experts = Owned(expert=round(share * experts.expert))
-        heads = 1 + model.num_nextn_predict_layers  # with the head goes what else multi-token prediction needs
-        logits = [each * tokens * model.vocab_size * heads for each in _LOGIT_BYTES]
-        head = op("head", owned[-1], logits)
-        return {
-            "embed": op("embed", Owned(), [passes, 2 * passes]),
-            "attend": found.get("moe", any_block),
-            "dense": found.get("dense", any_block),
-            "expert": self._recomputing(
-                op("expert", own_experts, row_passes, (copied_s, exchanged_s + summed_s)), True, 0.0
-            ),
-            # with chunks of logits, gradients are the forward pass's (models/head.py)
-            "head": replace(head, at_once=logit_chunk(self.config, tokens) is not None),
-        }
+        weights = Owned(expert=round(share * owned.expert))
+        return self._recomputing(self._op("expert", weights, moved, (copied_s, exchanged_s + summed_s)), True, 0.0)
+
+    def _head(self, owned: Owned) -> OpTimes:
+        """The times of the head, with what else multi-token prediction needs."""
+        model = self._whole.model
+        heads = 1 + model.num_nextn_predict_layers
+        found = self._op("head", owned, [each * self.tokens * model.vocab_size * heads for each in _LOGIT_BYTES])
+        # with chunks of logits, gradients are the forward pass's (models/head.py)
+        return replace(found, at_once=logit_chunk(self.config, self.tokens) is not None)
+
+    def _op(self, name: str, owned: Owned, moved: Sequence[float], waited_s: Sequence[float] = (0.0, 0.0)) -> OpTimes:
+        """The times of an op with `moved` bytes of memory traffic and `waited_s`, forward and backward."""
+        device = self._expert_device if name == "expert" else self.device
+        forward, backward = (
+            num_bytes / device.copied_bytes_per_s + seconds for num_bytes, seconds in zip(moved, waited_s, strict=True)
+        )
+        return OpTimes(
+            device=device,
+            products=self._products[name],
+            weights_s=self._weights(owned, device),
+            kernels=_KERNELS[name],
+            whole_s={"F": forward, "B": backward},
+        )
+
+    @cached_property
+    def _products(self) -> Mapping[str, tuple[Product, ...]]:
+        ranks, platform = self.experts.ranks, self.device.platform
+        return block_products(self._whole, self.tokens, self.tensor, ranks, platform, self._local_experts)
+
+    @property
+    def _stream_bytes(self) -> float:
+        """Bytes of a device's residual stream."""
+        return self._item * self.tokens * self._whole.model.hidden_size
+
+    @cached_property
+    def _attention_s(self) -> tuple[float, ...]:
+        """Seconds of a block's attention between its projections, and that it waits, forward and backward."""
+        waited = self._from_others(self._whole.model)
+        return tuple(self.squares_s(each) + waited_s for each, waited_s in zip(_DIRECTIONS, waited, strict=True))
 
     def _recomputing(self, times: OpTimes, products: bool, kept_s: float) -> OpTimes:
         """The op with what `schedule.remat` recomputes in the backward pass: with or without its products, and all of

@@ -108,10 +108,10 @@ def test_a_mesh_has_no_config_below_its_bound() -> None:
     for memory_factor in (1.0, 16.0):
         search = PlanSearch(open_draft(load_config(None, [*MODEL, "mesh.data=16"])), H100S, memory_factor)
         bases = [each for each in on_meshes(search.draft, H100S) if isinstance(each, Config)]
-        fitting = [each for each in bases if search.fits_at_all(each)]
+        fitting = [each for each in bases if search.fitting.fits_at_all(each)]
         assert len(fitting) > 10
         for base, remat in itertools.product(fitting, largest):
-            share = search.least_s(base, remat) / search.fitting(base, remat).least_s
+            share = search.least_s(base, remat) / search.mesh_configs(base, remat).least_s
             assert share <= 1
             largest[remat] = max(largest[remat], share)
     assert min(largest.values()) > 0.6
@@ -179,7 +179,7 @@ def test_what_fits_is_found_without_trying_all_of_it(memory_gb: float) -> None:
                     for each in guesses()
                 ),
             )
-            fits = any(search.memory.has_room(step_memory(each, "gpu").total) for each in tried)
-            assert search._fits_somehow(base, zero, remat) == fits, (base.mesh, zero, remat)
+            fits = any(search.fitting.memory.has_room(step_memory(each, "gpu").total) for each in tried)
+            assert search.fitting._fits_somehow(base, zero, remat) == fits, (base.mesh, zero, remat)
             found[fits] += 1
     assert set(found) == {True, False}

@@ -208,7 +208,7 @@ def test_the_published_mesh_of_deepseek_v3_fits() -> None:
     for order in ("1f1b", "coscheduled"):
         settings = [*given, f"schedule.pipeline={order}", "optimizer.zero=1", "exchange.rank_capacity_factor=1.0"]
         config = load_config(str(ROOT / "configs/models/deepseek_v3.yaml"), [*settings, "schedule.remat=chunk"])
-        assert PlanSearch(open_draft(config), find_cluster("h800x2048"), 1.0).memory.fits(config)
+        assert PlanSearch(open_draft(config), find_cluster("h800x2048"), 1.0).fitting.memory.fits(config)
 
 
 @pytest.mark.parametrize("layers", [4, 5])
@@ -338,5 +338,5 @@ def test_the_update_of_a_pipelined_step_has_the_workspace_of_its_optimizer() -> 
     memory = step_memory(whole, "gpu")
     assert memory.moment == "update"
     assert memory.working == int(orthogonalizing_bytes(whole, "gpu", whole.mesh.sizes))
-    assert search.memory.of(whole) == memory
-    assert search.memory.of(sharded) == step_memory(sharded, "gpu") != memory
+    assert search.fitting.memory.of(whole) == memory
+    assert search.fitting.memory.of(sharded) == step_memory(sharded, "gpu") != memory

@@ -356,7 +356,7 @@ def test_memory_that_a_search_shares_is_that_of_each_config() -> None:
             parts = {"grad_accumulation": 4, "batch_size": 64}
             config = search.draft.choose(search.draft, **overrides, train=parts)
             whole = step_memory(config, "gpu")
-            assert search.memory.of(config) == whole
+            assert search.fitting.memory.of(config) == whole
             assert least_bytes(config, "gpu") <= whole.total
 
 
@@ -366,7 +366,7 @@ def test_memory_of_chunks_of_experts_is_not_that_of_ragged_rows() -> None:
     for chunks in (1, 2):
         order = {"policy": "unified", "microbatches": 4, "expert_chunks": chunks}
         config = search.draft.choose(search.draft, schedule=order, optimizer={"zero": 1})
-        assert search.memory.of(config) == step_memory(config, "gpu")
+        assert search.fitting.memory.of(config) == step_memory(config, "gpu")
 
 
 def test_a_hash_that_is_kept_does_not_travel_to_other_processes() -> None:
