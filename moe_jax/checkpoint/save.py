@@ -71,6 +71,8 @@ class Checkpoints:
             if error is None:  # after an error, other processes may not get here
                 self._finish()
             self._close()  # its errors matter less than what ended the run, or why the last save failed
+            if error is not None or self._num_failed:
+                gc.collect()  # of errors in objects that threads left behind, some are printed when these are deleted
         if error is None and self._final_error:
             raise CheckpointError(self._final_error)
 
@@ -285,10 +287,7 @@ class _Manager(ocp.CheckpointManager):
 
 @contextmanager
 def _silent_orbax() -> Iterator[None]:
-    """Suppress the stack traces that orbax's threads print of errors which it also raises.
-
-    Some are printed only when objects that the threads left behind are garbage-collected.
-    """
+    """Suppress the stack traces that orbax's threads print of errors which it also raises."""
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
     levels, hook = [logger.level for logger in loggers], sys.unraisablehook
 
@@ -302,7 +301,6 @@ def _silent_orbax() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.collect()
         sys.unraisablehook = hook
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
