@@ -26,12 +26,13 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
+import jaxtyping
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from jaxtyping import install_import_hook
 
 # the collector would take a tenth of the time: what is imported stays, and traced programs make many objects
 gc.freeze()
@@ -40,7 +41,17 @@ gc.set_threshold(100_000, 50, 50)
 pytest_plugins = ("tests.cost",)
 
 jax.config.update("jax_num_cpu_devices", 8)
-install_import_hook(
+_jaxtyped = jaxtyping.jaxtyped
+
+
+def _but_inner(**how: Any) -> Callable[[Any], Any]:
+    """Leave out functions inside of others: to decorate them at each call is a tenth of tracing."""
+    checked = _jaxtyped(**how)
+    return lambda function: function if "<locals>" in function.__qualname__ else checked(function)
+
+
+jaxtyping.jaxtyped = _but_inner
+jaxtyping.install_import_hook(
     ["moe_jax.models", "moe_jax.parallel", "moe_jax.step.losses", "moe_jax.step.plain"], "beartype.beartype"
 )
 
