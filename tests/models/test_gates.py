@@ -26,6 +26,7 @@ from moe_jax.models.gates import GATES, gate_of
 from moe_jax.models.gates.balanced import rotation
 from moe_jax.models.gates.choice import ExpertChoiceRouting, SoftRouting, TopKRouting
 from moe_jax.models.gates.inputs import RouterInputs
+from moe_jax.models.gates.protocol import GateOutput
 from moe_jax.models.moe import RouterContext, RouterStats, load_balance_loss, route, unpermute
 from moe_jax.step.losses import ObjectiveParts, metrics_of
 from tests import gate_references
@@ -97,14 +98,22 @@ def by_reference(params: Any, x_TD: jax.Array, router_inputs: RouterInputs, moe:
     return (weight_TE @ NUMBERS)[:, None] * x_TD, prob_TE, logit_TE
 
 
+@functools.partial(jax.jit, static_argnames="moe")
+def decide(params: Any, x_TD: jax.Array, router_inputs: RouterInputs | None, moe: MoEConfig) -> GateOutput:
+    return gate_of(moe)(params, x_TD, router_inputs, moe)
+
+
 def by_gate(params: Any, x_TD: jax.Array, router_inputs: RouterInputs, moe: MoEConfig) -> tuple[Any, ...]:
-    decision, logit_TE = gate_of(moe)(params, x_TD, router_inputs, moe)
+    decision, logit_TE = decide(params, x_TD, router_inputs, moe)
     return through(decision, x_TD, moe), decision.prob_TE, logit_TE
 
 
 def value(params: Any, x_TD: jax.Array, router_inputs: RouterInputs, moe: MoEConfig, of: Any) -> jax.Array:
     """One number of all that a gate decides, which every expert's weight is in."""
-    out_TD, prob_TE, logit_TE = of(params, x_TD, router_inputs, moe)
+    return total_of(*of(params, x_TD, router_inputs, moe))
+
+
+def total_of(out_TD: Any, prob_TE: Any, logit_TE: Any) -> Any:
     rng = np.random.default_rng(4)
     total = (out_TD * rng.standard_normal(out_TD.shape)).sum() + (prob_TE * rng.standard_normal(prob_TE.shape)).sum()
     return total if logit_TE is None else total + (logit_TE**2).mean()
@@ -136,14 +145,16 @@ def test_decisions_and_gradients_are_those_of_the_reference(gate, normalize):
     moe = moe_of(gate, norm_topk_prob=normalize)
     params, x_TD, router_inputs = params_of(moe), features(), router_inputs_of()
 
-    def slow(inputs: Any) -> Any:
-        return value(*inputs, router_inputs, moe, by_reference), by_reference(*inputs, router_inputs, moe)
+    def decided(inputs: Any, by: Any) -> Any:
+        found = by(*inputs, router_inputs, moe)
+        return total_of(*found), found
 
-    (_, decided), expected_grads = value_and_grad(slow)((params, x_TD))
-    for found, expected in zip(by_gate(params, x_TD, router_inputs, moe), decided, strict=True):
-        if expected is not None:
-            np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-6)
-    grads = jax.grad(value, argnums=(0, 1))(params, x_TD, router_inputs, moe, by_gate)
+    slow, fast = functools.partial(decided, by=by_reference), functools.partial(decided, by=by_gate)
+    (_, expected), expected_grads = value_and_grad(slow)((params, x_TD))
+    (_, found), grads = jax.jit(jax.value_and_grad(fast, has_aux=True))((params, x_TD))
+    for one, other in zip(found, expected, strict=True):
+        if other is not None:
+            np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
     chex.assert_trees_all_close(grads, expected_grads, rtol=2e-4, atol=2e-5)
 
 
@@ -152,7 +163,7 @@ def test_one_expert_has_its_score_as_weight_or_1(gate):
     """With 1 the router learns nothing from what the experts make; the default is the score."""
     moe, params, x_TD = moe_of(gate, top_k=1), params_of(moe_of(gate)), features()
     one = dataclasses.replace(moe, norm_top1_prob=True)
-    plain, whole = (gate_of(each)(params, x_TD, router_inputs_of(), each)[0] for each in (moe, one))
+    plain, whole = (decide(params, x_TD, router_inputs_of(), each)[0] for each in (moe, one))
     np.testing.assert_array_equal(plain.expert_Tk, whole.expert_Tk)
     np.testing.assert_allclose(whole.weight_Tk, 1.5, rtol=1e-6)
     assert plain.weight_Tk.min() < 1.2, "scores below 1, times routed_scaling_factor"
@@ -160,9 +171,9 @@ def test_one_expert_has_its_score_as_weight_or_1(gate):
     np.testing.assert_allclose(expected.sum(axis=1), 1.5, rtol=1e-6)
 
     def out(params: Any, moe: MoEConfig) -> jax.Array:
-        return through(gate_of(moe)(params, x_TD, router_inputs_of(), moe)[0], x_TD, moe).sum()
+        return through(decide(params, x_TD, router_inputs_of(), moe)[0], x_TD, moe).sum()
 
-    learned, nothing = (jax.grad(out)(params, each)["router"] for each in (moe, one))
+    learned, nothing = (jax.jit(jax.grad(out), static_argnums=1)(params, each)["router"] for each in (moe, one))
     assert np.abs(learned).max() > 0.1
     np.testing.assert_allclose(nothing, 0, atol=1e-5)
 
@@ -178,9 +189,9 @@ def test_gradients_are_those_of_finite_differences(gate):
 def test_a_gate_that_splits_decides_on_each_token_alone_and_no_other_does(gate):
     moe = moe_of(gate)
     params, x_TD, router_inputs, half = params_of(moe), features(), router_inputs_of(), TOKENS // 2
-    whole = gate_of(moe)(params, x_TD, router_inputs, moe).decision
+    whole = decide(params, x_TD, router_inputs, moe).decision
     first = router_inputs._replace(id=router_inputs.id[:half], place=router_inputs.place[:half])
-    part = gate_of(moe)(params, x_TD[:half], first, moe).decision
+    part = decide(params, x_TD[:half], first, moe).decision
     if gate in ALONE:
         assert whole.priority_T is None
         chex.assert_trees_all_close(jax.tree.map(lambda leaf: leaf[:half], whole), part, rtol=1e-6)
@@ -194,7 +205,7 @@ def test_a_gate_that_splits_decides_on_each_token_alone_and_no_other_does(gate):
 @pytest.mark.parametrize("gate", ["noisy", "random", "sparsemixer"])
 def test_what_is_random_follows_from_seed_step_block_and_place(gate):
     moe = moe_of(gate)
-    choose = functools.partial(gate_of(moe), params_of(moe), moe=moe)
+    choose = functools.partial(decide, params_of(moe), moe=moe)
     x_TD, router_inputs = features(), router_inputs_of()
     expert_Tk = choose(x_TD, router_inputs).decision.expert_Tk
     turned = np.random.default_rng(5).permutation(TOKENS)
@@ -215,10 +226,10 @@ def test_what_is_random_follows_from_seed_step_block_and_place(gate):
 def test_evaluation_has_no_noise_and_leaves_no_choice_out():
     moe = moe_of("noisy")
     params, x_TD = params_of(moe), features()
-    calm = gate_of(moe)(params, x_TD, router_inputs_of()._replace(key=None), moe)
-    plain = gate_of(moe_of("softmax"))(params, x_TD, None, moe_of("softmax"))
+    calm = decide(params, x_TD, router_inputs_of()._replace(key=None), moe)
+    plain = decide(params, x_TD, None, moe_of("softmax"))
     chex.assert_trees_all_equal(calm, plain)
-    noisy = gate_of(moe)(params, x_TD, router_inputs_of(), moe).decision
+    noisy = decide(params, x_TD, router_inputs_of(), moe).decision
     left_out = noisy.expert_Tk == moe.num_experts
     assert left_out.any()
     assert not left_out[:, 0].any()
@@ -230,11 +241,11 @@ def test_sparsemixer_draws_candidates_by_their_probabilities():
     logits = np.array([1.0, 2.0, 1.6, 0.9])  # candidates are above 2 − 2 · 0.25 · 2
     params, count = {"router": jnp.asarray(logits[None], jnp.float32)}, 40_000
     x_TD, candidates = jnp.ones((count, 1)), np.exp(logits) * (logits >= 1)
-    calm = gate_of(moe)(params, x_TD[:1], None, moe).decision
+    calm = decide(params, x_TD[:1], None, moe).decision
     assert calm.expert_Tk.tolist() == [[1]]
     prob = candidates / candidates.sum()
     np.testing.assert_allclose(calm.weight_Tk, prob[1], rtol=1e-6)
-    drawn = gate_of(moe)(params, x_TD, router_inputs_of(count), moe).decision
+    drawn = decide(params, x_TD, router_inputs_of(count), moe).decision
     share = np.bincount(np.ravel(drawn.expert_Tk), minlength=4) / count
     np.testing.assert_allclose(share, prob, atol=0.01)
     relative = np.ravel(drawn.weight_Tk) / prob[np.ravel(drawn.expert_Tk)]
@@ -248,7 +259,7 @@ def test_sparsemixer_draws_candidates_by_their_probabilities():
 def test_a_hash_gives_a_token_the_same_experts_wherever_it_stands():
     moe = moe_of("hash")
     router_inputs = router_inputs_of(tokens=900)._replace(id=jnp.arange(900, dtype=jnp.int32) % 450)
-    choice = gate_of(moe)({}, features(900), router_inputs, moe).decision
+    choice = decide({}, features(900), router_inputs, moe).decision
     np.testing.assert_array_equal(choice.expert_Tk[:450], choice.expert_Tk[450:])
     counts = np.bincount(np.ravel(choice.expert_Tk), minlength=8)
     assert counts.max() < 1.3 * counts.mean(), "a random hash spreads a vocabulary evenly"
@@ -281,7 +292,7 @@ def test_neighbours_of_a_balanced_gate_are_spread_over_ranks(ranks):
 
 def test_a_balanced_gate_reads_neither_features_nor_step():
     moe = moe_of("balanced")
-    choose = functools.partial(gate_of(moe), params_of(moe), moe=moe)
+    choose = functools.partial(decide, params_of(moe), moe=moe)
     others = choose(-features(), router_inputs_of(seed=8, step=12, block=4)).decision
     np.testing.assert_array_equal(choose(features(), router_inputs_of()).decision.expert_Tk, others.expert_Tk)
 
@@ -291,11 +302,11 @@ def test_a_bias_of_scores_counts_in_the_choice_and_not_in_the_weights(gate):
     moe = moe_of(gate, norm_topk_prob=False, routed_scaling_factor=1.5, bias_update_rate=0.0)
     params, x_TD = params_of(moe), features()
     params["score_bias"] = jnp.zeros(8).at[5].set(100.0)
-    choice, logit_TE = gate_of(moe)(params, x_TD, None, moe)
+    choice, logit_TE = decide(params, x_TD, None, moe)
     assert (choice.expert_Tk[:, 0] == 5).all()
     score_TE = jax.nn.softmax(logit_TE) if gate == "softmax" else jax.nn.sigmoid(logit_TE)
     np.testing.assert_allclose(choice.weight_Tk[:, 0], 1.5 * score_TE[:, 5], rtol=1e-6)
-    grads = jax.grad(lambda p: value(p, x_TD, router_inputs_of(), moe, by_gate))(params)
+    grads = jax.jit(jax.grad(lambda p: value(p, x_TD, router_inputs_of(), moe, by_gate)))(params)
     assert not grads["score_bias"].any()
     assert grads["router"].any()
 
@@ -303,7 +314,7 @@ def test_a_bias_of_scores_counts_in_the_choice_and_not_in_the_weights(gate):
 @pytest.mark.parametrize("gate", GROUPED)
 def test_a_tokens_experts_are_in_its_best_groups(gate):
     moe = moe_of(gate, top_k=3)
-    choice = gate_of(moe)(params_of(moe), features(), None, moe).decision
+    choice = decide(params_of(moe), features(), None, moe).decision
     groups = [set(own.tolist()) for own in np.asarray(choice.expert_Tk) // 2]
     assert all(len(own) == 2 for own in groups), "three experts of two groups of two"
     assert len(set.union(*groups)) > 2
@@ -311,7 +322,7 @@ def test_a_tokens_experts_are_in_its_best_groups(gate):
 
 def test_experts_pick_as_many_tokens_each_and_the_best_ones():
     moe = moe_of("expert_choice", capacity_factor=1.5)
-    picked = gate_of(moe)(params_of(moe), features(), None, moe).decision
+    picked = decide(params_of(moe), features(), None, moe).decision
     assert isinstance(picked, ExpertChoiceRouting)
     assert picked.token_EC.shape == (8, 9)  # 1.5 · 2 · 24 / 8
     assert all(len(set(own)) == 9 for own in picked.token_EC.tolist())
@@ -322,7 +333,7 @@ def test_experts_pick_as_many_tokens_each_and_the_best_ones():
 
 def test_slots_are_convex_mixes():
     moe = moe_of("softmoe")
-    mixed = gate_of(moe)(params_of(moe), features(), None, moe).decision
+    mixed = decide(params_of(moe), features(), None, moe).decision
     assert isinstance(mixed, SoftRouting)
     assert (mixed.dispatch_TEC > 0).all()
     np.testing.assert_allclose(mixed.dispatch_TEC.sum(axis=0), 1, rtol=1e-5)
@@ -337,10 +348,10 @@ def test_scores_that_are_all_zero_give_weights_of_zero_and_finite_gradients(gate
     x_TD = jnp.stack([jnp.linspace(-3.0, 2.0, 8), jnp.full(8, -200.0)])
 
     def weights(x_TD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        decision = gate_of(moe)(params, x_TD, None, moe).decision
+        decision = decide(params, x_TD, None, moe).decision
         return (decision.weight_Tk * jnp.array([1.0, 3.0])).sum() + (decision.prob_TE * NUMBERS).sum(), decision
 
-    (_, decision), grad_TD = jax.value_and_grad(weights, has_aux=True)(x_TD)
+    (_, decision), grad_TD = jax.jit(jax.value_and_grad(weights, has_aux=True))(x_TD)
     chex.assert_trees_all_close(decision.weight_Tk.sum(axis=1), jnp.array([1.0, 0.0]), rtol=1e-6)
     assert jnp.isfinite(grad_TD).all()
     assert grad_TD[0].any()
@@ -385,8 +396,9 @@ def test_text_does_not_depend_on_padding(gate: str) -> None:
 
     text_TD = features()
     padded_TD = jnp.where(is_padding[:, None], 3 * text_TD[::-1] + 1, text_TD)
-    (_, (y_TD, stats)), grads = jax.value_and_grad(total, has_aux=True)(params, text_TD)
-    (_, (other_TD, other)), other_grads = jax.value_and_grad(total, has_aux=True)(params, padded_TD)
+    differentiated = jax.jit(jax.value_and_grad(total, has_aux=True))
+    (_, (y_TD, stats)), grads = differentiated(params, text_TD)
+    (_, (other_TD, other)), other_grads = differentiated(params, padded_TD)
     np.testing.assert_allclose(other_TD[~is_padding], y_TD[~is_padding], rtol=1e-6, atol=1e-6)
     chex.assert_trees_all_close((other, other_grads), (stats, grads), rtol=1e-5, atol=1e-6)
     if GATE_FACTS[gate].decides == "top_k":

@@ -40,7 +40,10 @@ def test_heads_above_the_threshold_are_scaled(kind: str) -> None:
         out_specs=context.stored_specs,
         check_vma=False,
     )
-    found, expected = by_path(jax.device_get(run(params, max_logit_LH))), by_path(clipped(params, max_logit_LH, config))
+    found, expected = (
+        by_path(jax.device_get(jax.jit(run)(params, max_logit_LH))),
+        by_path(clipped(params, max_logit_LH, config)),
+    )
     assert found.keys() == expected.keys()
     for path, leaf in found.items():
         np.testing.assert_allclose(leaf, expected[path], rtol=1e-6, err_msg=path)
