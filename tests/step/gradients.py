@@ -101,7 +101,8 @@ def state_with(params: Any, config: Config, trainer: Trainer, step: int = 0) -> 
     """A state with these parameters, of which nothing is learned yet, on the devices of a trainer."""
     shapes = trainer.state_shapes
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes["optimizer"])
-    params = jax.device_get(stored(jax.tree.map(jnp.asarray, params), Stages.of(config)))
+    if config.mesh.pipeline > 1:
+        params = jax.device_get(jax.jit(stored, static_argnums=1)(params, Stages.of(config)))
     host = {"step": np.int32(step), "params": params, "optimizer": zeros}
     return jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), host, shapes)
 

@@ -94,9 +94,9 @@ def trained(config: Config) -> Step:
     step, arguments = program_of(config)
     state, metrics = run_checked(step, *arguments)
     trees = {"params": state["params"], "mu": first_moments(state["optimizer"])}
-    trees, stages = jax.tree.map(jnp.asarray, trees), Stages.of(config)
+    stages = Stages.of(config)
     if "placement" in state:
-        trees = by_expert(trees, jnp.asarray(slots_of(state)), stages)
+        trees = by_expert(jax.tree.map(jnp.asarray, trees), jnp.asarray(slots_of(state)), stages)
     trees = {name: in_order(tree, stages) for name, tree in trees.items()}
     names = ("loss", "grad_norm", *(["z_loss"] if config.train.z_loss_multiplier else []))
     names += ("mtp_loss",) if config.model.has_mtp else ()
