@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs a few tests with the newest Python found and the newest packages that pyproject.toml allows, in .venv-newest.
-# scripts/test.sh runs all tests with the oldest ones.
+# scripts/test.sh runs all tests with the environment's Python, for which jax may be older.
 #   scripts/smoke.sh [arguments for pytest instead of these tests]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
