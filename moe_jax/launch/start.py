@@ -77,5 +77,6 @@ def start(launch: Launch, share: WorkerShare, environ: Mapping[str, str], events
     joining = ["--coordinator", share.coordinator, "--num-processes", str(share.processes)]
     resume = ["checkpoint.resume=true"] if share.again and launch.module == TRAINING else []
     command = [*launch.command, *fewer, *resume, *joining, "--process-id", str(share.rank)]
-    on_gpus = {"JAX_LOCAL_DEVICE_IDS": str(share.place % launch.processes), **environ}  # one GPU per process
-    return Worker(share.rank, [sys.executable, "-m", launch.module, *command], on_gpus, events)
+    # of several processes, each has one GPU; of one, all
+    own = {"JAX_LOCAL_DEVICE_IDS": str(share.place % launch.processes)} if launch.processes > 1 else {}
+    return Worker(share.rank, [sys.executable, "-m", launch.module, *command], {**own, **environ}, events)
