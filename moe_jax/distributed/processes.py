@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import typing
 import zlib
 from collections.abc import Callable, Mapping
@@ -47,6 +48,8 @@ _RANKS = {
     "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
     "SLURM": ("SLURM_PROCID", "SLURM_LOCALID"),
 }
+# the variables that say how many processes are on this host
+_PROCESSES_HERE = {"Open MPI": "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM": "SLURM_STEP_TASKS_PER_NODE"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,7 +326,27 @@ def _join_cluster(cluster: ClusterManager, timeout_s: float) -> None:
             f"the environment gives {coordinator} as the coordinator, which must be HOST:PORT: set "
             "JAX_COORDINATOR_ADDRESS=HOST:PORT, or pass --coordinator, --num-processes and --process-id"
         )
+    if own_devices is None and _has_all_devices(os.environ, cluster):
+        devices = None
     _join(coordinator, count, rank, devices, os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"), timeout_s)
+
+
+def _has_all_devices(environ: Mapping[str, str], cluster: ClusterManager) -> bool:
+    """Whether this process uses all GPUs that it sees: no other one is on its host, or it sees only one.
+
+    jax gives each process the GPU of its number on the host.
+    """
+    here = environ.get(_PROCESSES_HERE.get(cluster.name, ""), "")
+    if cluster.name == "SLURM":  # e.g. 8(x2),4: of each node
+        here = _of_node(here, environ.get("SLURM_NODEID", ""))
+    visible = environ.get("CUDA_VISIBLE_DEVICES", "")
+    return here == "1" or (visible != "" and "," not in visible)
+
+
+def _of_node(counts: str, node: str) -> str:
+    """Return the number of a node from SLURM's list of them all, which counts equal ones in brackets; empty if none."""
+    each = [count for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts) for _ in range(int(times or 1))]
+    return each[int(node)] if node.isdecimal() and int(node) < len(each) else ""
 
 
 def _join(coordinator: str, count: int, rank: int, local_devices: Any, bind: str | None, timeout_s: float) -> None:

@@ -13,7 +13,14 @@ import jax
 import pytest
 
 from moe_jax.distributed import processes
-from moe_jax.distributed.processes import ClusterManager, ProcessError, Processes, detect_cluster, initialize
+from moe_jax.distributed.processes import (
+    ClusterManager,
+    ProcessError,
+    Processes,
+    _has_all_devices,
+    detect_cluster,
+    initialize,
+)
 from moe_jax.errors import DataError, UserError
 from moe_jax.launch.supervisor import reserved_port
 
@@ -148,6 +155,23 @@ def test_other_variables_that_jax_cannot_read_are_refused_with_a_cure(
         clear.setenv(each, text)
     with pytest.raises(ProcessError, match=reported):
         initialize(parse(), None)
+
+
+@pytest.mark.parametrize(
+    ("environ", "has_all"),
+    [
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": "1"}, True),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2),1,4", "SLURM_NODEID": "2"}, True),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2),1,4", "SLURM_NODEID": "3"}, False),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_NODEID": "1", "CUDA_VISIBLE_DEVICES": "5"}, True),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "CUDA_VISIBLE_DEVICES": "0,1"}, False),
+        ({"SLURM_STEP_TASKS_PER_NODE": "", "SLURM_NODEID": ""}, False),
+        ({}, False),
+    ],
+)
+def test_a_task_has_all_gpus_if_it_is_alone_on_its_node_or_sees_one(environ: dict[str, str], has_all: bool) -> None:
+    """jax takes the one of the task's number on the node, which of eight is one, and of one may be none."""
+    assert _has_all_devices(environ, ClusterManager("SLURM", 2)) == has_all
 
 
 @pytest.mark.parametrize("installed", [True, False])
