@@ -19,12 +19,16 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 from jax.stages import Compiled, Lowered
 
 from moe_jax.distributed.heartbeat import PROGRAMS
+from moe_jax.distributed.hosts import coordination
 from moe_jax.errors import ConfigError
 from moe_jax.files.atomic import is_private_folder, write_atomically, write_together
 from moe_jax.measure.races import check_races
 from moe_jax.schedule.xla_flags import compiler_options
 from moe_jax.step.compile import StepProgram
 
+_TIMEOUT_MS = 3_600_000  # for a process that still compiles another program
+_asked: dict[str, int] = {}  # how often each program was asked for, by name
+_asking = threading.Lock()
 _COMPILE_ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # variables that change the result of a compilation
 
 
@@ -42,17 +46,45 @@ def compiled(source: Lowered | StepProgram) -> Compiled:
         else (source, (source.as_text(), compiler_options(jax.default_backend(), jax.devices()[0].device_kind)))
     )
     path = _path(key, jax.process_index())
-    if path.exists():
-        try:
-            return deserialize_and_load(path.read_bytes(), jax.tree.structure(lowered.args_info), lowered.out_tree)
-        except Exception:  # a damaged file can raise anything
-            path.unlink(missing_ok=True)
+    loaded = _loaded(path, lowered)
+    if _all_have(hashlib.sha256(repr(key).encode()).hexdigest(), loaded is not None) and loaded is not None:
+        return loaded
     _stop_jaxs_cache()
     program = _checked(source.compile())
     # programs that call back into Python (background sends) cannot be stored, nor can any on a full disk
-    with suppress(AttributeError, TypeError, ValueError, NotImplementedError, OSError):
+    with suppress(AttributeError, TypeError, ValueError, NotImplementedError, OSError, jax.errors.JaxRuntimeError):
         write_together({path: serialize(program)[0]}, is_shared=True)
     return program
+
+
+def _loaded(path: Path, lowered: Lowered) -> Compiled | None:
+    """Load a program, if it is there and intact."""
+    if not path.exists():
+        return None
+    try:
+        return deserialize_and_load(path.read_bytes(), jax.tree.structure(lowered.args_info), lowered.out_tree)
+    except Exception:  # a damaged file can raise anything
+        path.unlink(missing_ok=True)
+        return None
+
+
+def _all_have(name: str, here: bool) -> bool:
+    """Return whether all processes have loaded the program of this name; all of them ask for it.
+
+    XLA:GPU times the kernels of a program on all of its processes together. One that compiles would wait for ever for
+    those that have loaded theirs, and its kernels might round in another way. `name` is the same on all processes.
+    """
+    if jax.default_backend() != "gpu" or jax.process_count() == 1:
+        return here
+    state = coordination()
+    with _asking:
+        _asked[name] = number = _asked.get(name, 0) + 1
+    key, client = f"moe_jax_loaded/{name}/{number}", state.client
+    client.key_value_set(f"{key}/{state.process_id}", str(int(here)))
+    if state.process_id == 0:
+        found = [client.blocking_key_value_get(f"{key}/{each}", _TIMEOUT_MS) for each in range(state.num_processes)]
+        client.key_value_set(f"{key}/all", str(int(all(map(int, found)))))
+    return client.blocking_key_value_get(f"{key}/all", _TIMEOUT_MS) == "1"
 
 
 def _stop_jaxs_cache() -> None:

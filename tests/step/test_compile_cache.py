@@ -1,8 +1,10 @@
 """Compiled programs are loaded by who starts again."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,8 @@ from jax.stages import Lowered
 
 from moe_jax.distributed.heartbeat import PROGRAMS
 from moe_jax.errors import ConfigError
-from moe_jax.step.compile_cache import BackgroundCompile, cached_number, compiled
+from moe_jax.step import compile_cache
+from moe_jax.step.compile_cache import BackgroundCompile, _all_have, cached_number, compiled
 
 ROWS = PartitionSpec("x")
 
@@ -74,6 +77,52 @@ def test_a_program_that_came_from_jaxs_cache_can_be_loaded(tmp_path: Path, monke
     for _ in range(2):  # compiled, and loaded
         np.testing.assert_array_equal(compiled(lowered())(x), expected)
     assert len(list(tmp_path.iterdir())) == 1
+
+
+class _Service:
+    """What processes read and write, in threads of this one."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self._changed = threading.Condition()
+
+    def key_value_set(self, key: str, value: str) -> None:
+        with self._changed:
+            assert key not in self._values
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
+        with self._changed:
+            assert self._changed.wait_for(lambda: key in self._values, timeout=60)
+            return self._values[key]
+
+
+class _Asked(dict[str, int]):
+    """How often each of the processes, which share it here, has asked before."""
+
+    def get(self, *_: object) -> int:
+        return self["before"]
+
+
+@pytest.mark.parametrize("kept", [(True, True, True), (True, False, True), (False, False, False)])
+def test_processes_of_gpus_load_a_program_only_if_all_have_it(
+    kept: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice: a run may ask for the same program again."""
+    own, service = threading.local(), _Service()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    monkeypatch.setattr(compile_cache, "coordination", lambda: own.state)
+
+    def asked(process: int) -> bool:
+        own.state = SimpleNamespace(client=service, process_id=process, num_processes=3)
+        return _all_have("step", kept[process])
+
+    for before in range(2):
+        monkeypatch.setattr(compile_cache, "_asked", _Asked(before=before))
+        with ThreadPoolExecutor(max_workers=3) as pool:
+            assert list(pool.map(asked, range(3))) == [all(kept)] * 3
 
 
 def test_a_number_is_measured_once_where_there_is_a_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
