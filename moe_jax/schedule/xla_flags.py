@@ -6,6 +6,7 @@ holds only flags that its platform accepts, and a flag that older versions lack 
 """
 
 import re
+from collections.abc import Iterable
 from importlib.metadata import version
 from typing import NamedTuple
 
@@ -80,6 +81,22 @@ _FUSED = tuple(
     )
 )
 _NO_SPARSE_CORE = ("TPU v5 lite", "TPU v5e")  # jax's names of v5e
+# XLA's own kernel for ragged all-to-alls writes into the other GPUs' memory. It is used inside a process alone, and was
+# measured at 2 % of NVLink's rate: https://github.com/openxla/xla/issues/33386. Newer versions also use it between
+# processes, where it crashes beyond 32 ranks: https://github.com/openxla/xla/issues/47283.
+_GPU_RAGGED = (
+    Flag(
+        "xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel",
+        False,
+        "a ragged all-to-all inside one process uses a slow kernel instead of NCCL otherwise",
+    ),
+    Flag(
+        "xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback",
+        True,
+        "a ragged all-to-all without that kernel is an error otherwise",
+        since=(0, 11, 1),
+    ),
+)
 _GPU = (
     Flag("xla_gpu_dot_merger_threshold_mb", 0, "microbatches' products are merged into one otherwise"),
     Flag("xla_gpu_all_reduce_combine_threshold_bytes", 0, "chunks of gradients are merged otherwise"),
@@ -100,20 +117,7 @@ _GPU = (
         True,  # a bool: XLA:GPU takes no "true"
         "without it half of the ragged all-to-alls have nothing between start and done",
     ),
-    # The default kernel writes into the other GPUs' memory. It is used inside a process alone, and was measured at 2 %
-    # of NVLink's rate: https://github.com/openxla/xla/issues/33386. Newer versions also use it between processes, where
-    # it crashes beyond 32 ranks: https://github.com/openxla/xla/issues/47283.
-    Flag(
-        "xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel",
-        False,
-        "a ragged all-to-all inside one process uses a slow kernel instead of NCCL otherwise",
-    ),
-    Flag(
-        "xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback",
-        True,
-        "a ragged all-to-all without that kernel is an error otherwise",
-        since=(0, 11, 1),
-    ),
+    *_GPU_RAGGED,
 )
 FLAGS: dict[str, tuple[Flag, ...]] = {"tpu": _TPU, "gpu": _GPU, "cpu": ()}
 # how much of a device's memory XLA's scheduler may fill before it prefers what takes less to what hides communication
@@ -126,10 +130,19 @@ def compiler_options(platform: str, device_kind: str, jaxlib: Version | None = N
     Only options that a version of jaxlib knows are returned; None is the installed version. They are for
     `jax.jit(…, compiler_options=…)` or `lowered.compile(compiler_options=…)`.
     """
-    own = _installed() if jaxlib is None else jaxlib
     flags = FLAGS[platform]
     if platform == "tpu":
         flags += _FUSED if device_kind in _NO_SPARSE_CORE else _SPARSE_CORE
+    return _known(flags, jaxlib)
+
+
+def ragged_options(platform: str, jaxlib: Version | None = None) -> dict[str, Value]:
+    """Return those that every program with ragged all-to-alls needs, whether or not a schedule orders it."""
+    return _known(_GPU_RAGGED if platform == "gpu" else (), jaxlib)
+
+
+def _known(flags: Iterable[Flag], jaxlib: Version | None) -> dict[str, Value]:
+    own = _installed() if jaxlib is None else jaxlib
     return {flag.name: flag.value for flag in flags if flag.since <= own}
 
 

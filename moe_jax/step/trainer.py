@@ -25,7 +25,7 @@ from moe_jax.parallel.sharding import BATCH_SPEC, REPLICATED, shard_random_init,
 from moe_jax.parallel.trees import Params, Tree
 from moe_jax.schedule import schedule
 from moe_jax.schedule.pipelines.table import Table
-from moe_jax.schedule.xla_flags import Value, compiler_options, memory_option
+from moe_jax.schedule.xla_flags import Value, compiler_options, memory_option, ragged_options
 from moe_jax.step.context import State, StepContext, StepInputs
 from moe_jax.step.expert_placement import first_placement
 from moe_jax.step.kinds import StepKind, step_kind
@@ -128,6 +128,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
 
     options = compiler_options(compute.platform, mesh.devices.flat[0].device_kind) if kind.facts.orders_tasks else {}
     options |= memory_option(config.schedule.memory_percent, compute.platform)
+    of_evaluation = ragged_options(compute.platform) if EXCHANGE_FACTS.of(compute.exchange).ragged else {}
 
     def step(
         state: State,
@@ -159,7 +160,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         init=jax.jit(init, out_shardings=placed, compiler_options=INIT_OPTIONS.get(compute.platform)),
         begin=jax.jit(begin, out_shardings=placed, donate_argnums=0),
         step=jax.jit(step, donate_argnums=0, compiler_options=options),
-        evaluate=jax.jit(evaluate),
+        evaluate=jax.jit(evaluate, compiler_options=of_evaluation),
         has_loss_bound=config.train.skip_spikes,
         replayed_shape=_replayed_shape(config),
         options=options,

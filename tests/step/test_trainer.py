@@ -1,6 +1,7 @@
 """The sharded step against the single-device, loop-over-experts reference: values and every gradient."""
 
 import dataclasses
+from contextlib import nullcontext
 
 import chex
 import jax
@@ -12,6 +13,7 @@ from moe_jax.parallel.mesh import make_mesh
 from moe_jax.step.trainer import make_trainer
 from tests.small import first_params, small_config, tokens_of
 from tests.step.gradients import assert_equals_reference, first_state, mesh_of, sharded_gradients
+from tests.step.one_step import config_of_settings
 
 
 @pytest.mark.parametrize(
@@ -91,3 +93,17 @@ def test_clipping_scales_the_whole_gradient_by_its_global_norm():
     half = len(mu) // 2  # first moments scale with the factor, second moments with its square
     chex.assert_trees_all_close(clipped[:half], [leaf * factor for leaf in mu[:half]], rtol=1e-4, atol=1e-9)
     chex.assert_trees_all_close(clipped[half:], [leaf * factor**2 for leaf in mu[half:]], rtol=1e-4, atol=1e-12)
+
+
+@pytest.mark.parametrize("algorithm", ["ragged", "flat"])
+def test_evaluation_sends_ragged_rows_with_the_options_that_they_need(algorithm, monkeypatch):
+    """As steps do; here it has one that no compiler knows."""
+    monkeypatch.setattr("moe_jax.step.trainer.ragged_options", lambda platform: {"xla_of_ragged_rows": True})
+    config = config_of_settings(
+        f"mesh.data=1 mesh.expert=2 schedule.policy=unified schedule.microbatches=2 exchange.algorithm={algorithm} "
+        "model.num_layers=1 model.moe.moe_layer_freq=1"
+    )
+    trainer = make_trainer(config, mesh_of(config))
+    lowered = trainer.evaluate.lower(trainer.param_shapes, tokens_of(config))
+    with pytest.raises(Exception, match="xla_of_ragged_rows") if algorithm == "ragged" else nullcontext():
+        lowered.compile()
