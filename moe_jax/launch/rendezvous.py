@@ -1,6 +1,7 @@
 """The rendezvous of a run's supervisors: a socket of host 0, at the address of `--rendezvous`."""
 
 import hashlib
+import ipaddress
 import json
 import socket
 import threading
@@ -133,6 +134,11 @@ class Rendezvous:
 def _open(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if ipaddress.ip_address(address[0]).is_loopback and not _is_local(host):
+            raise LaunchError(
+                f"--rendezvous={join_address(host, port)} is {address[0]} on host 0, where no other host can reach it: "
+                "give host 0's IP address (hostname -I prints it), or mend /etc/hosts"
+            )
         return socket.create_server(address, family=family)
     except OSError as error:
         reason = str(error.strerror).partition(" (while")[0]  # Python adds what it tried to do
@@ -140,3 +146,8 @@ def _open(host: str, port: int) -> socket.socket:
             f"--rendezvous={join_address(host, port)} cannot be opened by host 0 ({reason}): "
             "name an address of its own and a free port"
         ) from None
+
+
+def _is_local(host: str) -> bool:
+    """Whether a host is named as one that only this machine reaches."""
+    return host == "localhost" or host.replace(".", "").isdecimal() or ":" in host

@@ -188,6 +188,18 @@ def test_a_host_0_that_does_not_know_the_token_is_not_followed() -> None:
         thread.join()
 
 
+def test_a_name_that_only_host_0_reaches_is_refused(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian's /etc/hosts has the machine's own name at 127.0.1.1."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.1.1", 8475))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with pytest.raises(LaunchError) as refusal, Rendezvous(launch_of(8475, rendezvous=("node0", 8475)), events):
+        pass
+    assert str(refusal.value) == (
+        "--rendezvous=node0:8475 is 127.0.1.1 on host 0, where no other host can reach it: "
+        "give host 0's IP address (hostname -I prints it), or mend /etc/hosts"
+    )
+
+
 def test_an_address_of_another_host_is_one_line(events: Events) -> None:
     launch = launch_of(4242, rendezvous=("192.0.2.1", 4242))
     with pytest.raises(LaunchError) as refusal, Rendezvous(launch, events):
