@@ -96,7 +96,8 @@ class TrainConfig(HashedOnce):
     batch_size: int = number(32, Range(1, 2**20))  # sequences in one optimizer step, over all devices
     # parts of a batch, processed one after another; each fills slots and is balanced separately
     grad_accumulation: int = number(1, Range(1, 2**16))
-    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # parameters and router stay float32
+    # parameters and router stay float32; on GPUs, XLA rounds operands of other float32 products to TF32
+    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     # attention kernel, see docs/models.md. cudnn and splash: flash attention in bfloat16, on NVIDIA's GPUs and on TPUs;
     # tiled: XLA's products, in tiles; xla: with the logits of all pairs of tokens in memory; auto: cudnn or splash
     # where it is supported, else tiled for more than 512 tokens, else xla
