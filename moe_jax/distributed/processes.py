@@ -52,6 +52,10 @@ _RANKS = {
 _PROCESSES_HERE = {"Open MPI": "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM": "SLURM_STEP_TASKS_PER_NODE"}
 
 
+class NoClusterError(ProcessError):
+    """Nothing here knows of other processes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Processes:
     """Options for finding the other processes of the run. Raises ProcessError for invalid ones."""
@@ -92,6 +96,9 @@ class ClusterManager(NamedTuple):
 
     name: str
     num_processes: int | None  # None: unknown until jax asks the cluster
+
+
+_TPU_ALONE = ClusterManager("TPU", None)  # or with others, of which the metadata server knows
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -157,9 +164,19 @@ def initialize(
         bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", options.coordinator)
         _join(options.coordinator, num_processes or 1, options.process_id or 0, None, bind, options.join_timeout_s)
     elif cluster is not None and (options.mode == "on" or num_processes != 1):
-        _join_cluster(cluster, options.join_timeout_s)
+        try:
+            _join_cluster(cluster, options.join_timeout_s)
+        except NoClusterError as error:
+            if options.mode == "on" or cluster != _TPU_ALONE:
+                raise
+            print(f"this process runs alone ({error})")
     if not jax.distributed.is_initialized():  # with several processes, settings are compared first
         found_devices()
+        if jax.process_count() > 1:  # a slice of TPUs knows its own hosts
+            raise ProcessError(
+                f"these devices are of {jax.process_count()} hosts, which did not find each other: pass --coordinator, "
+                "--num-processes and --process-id"
+            )
 
 
 def detect_cluster(environ: Mapping[str, str], tpu: bool) -> ClusterManager | None:
@@ -178,7 +195,7 @@ def detect_cluster(environ: Mapping[str, str], tpu: bool) -> ClusterManager | No
         slices = _count(environ, "MEGASCALE_NUM_SLICES") if environ.get("MEGASCALE_NUM_SLICES") else 1
         return ClusterManager("TPU", len(hosts.split(",")) * slices)
     if tpu and "TPU_SKIP_MDS_QUERY" not in environ:  # jax sets it if there is no TPU chip
-        return ClusterManager("TPU", None)
+        return _TPU_ALONE
     # Every pod has the first variable; only those of an indexed job have peers.
     if {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environ.keys() and importlib.util.find_spec("kubernetes"):
         return ClusterManager("Kubernetes", None)
@@ -311,6 +328,11 @@ def _join_cluster(cluster: ClusterManager, timeout_s: float) -> None:
             None,
             round(timeout_s),
         )
+    except OSError as error:  # no metadata server, which jax asks on TPUs
+        raise NoClusterError(
+            f"--distributed: jax cannot ask for the hosts of {cluster.name} ({type(error).__name__}): pass "
+            "--coordinator, --num-processes and --process-id"
+        ) from None
     except (KeyError, ValueError, RuntimeError) as error:
         raise ProcessError(
             f"jax cannot read the variables of {cluster.name} or JAX_LOCAL_DEVICE_IDS={own_devices or ''} in the "
@@ -318,7 +340,7 @@ def _join_cluster(cluster: ClusterManager, timeout_s: float) -> None:
             "use --distributed=off for a single process"
         ) from error
     if coordinator is None or count is None or rank is None:
-        raise ProcessError(
+        raise NoClusterError(
             "--distributed: jax finds no coordinator here: pass --coordinator, --num-processes and --process-id"
         )
     if split_address(coordinator) is None:

@@ -174,6 +174,26 @@ def test_a_task_has_all_gpus_if_it_is_alone_on_its_node_or_sees_one(environ: dic
     assert _has_all_devices(environ, ClusterManager("SLURM", 2)) == has_all
 
 
+@pytest.mark.parametrize("problem", [ConnectionError("no route"), None])
+def test_tpus_without_a_metadata_server_train_alone_unless_their_slice_has_other_hosts(
+    problem: Exception | None, clear: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ask(*_: object) -> tuple[None, ...]:
+        if problem:
+            raise problem
+        return (None,) * 4  # nothing that jax knows is here
+
+    clear.setattr("moe_jax.distributed.processes.detect_cluster", lambda *_, **__: ClusterManager("TPU", None))
+    clear.setattr("jax._src.clusters.ClusterEnv.auto_detect_unset_distributed_params", ask)
+    initialize(parse(), None)
+    assert capsys.readouterr().out.startswith("this process runs alone (--distributed: jax ")
+    with pytest.raises(ProcessError, match=r"pass --coordinator, --num-processes and --process-id$"):
+        initialize(parse("--distributed=on"), None)
+    clear.setattr(jax, "process_count", lambda: 4)
+    with pytest.raises(ProcessError, match="these devices are of 4 hosts, which did not find each other: pass"):
+        initialize(parse(), None)
+
+
 @pytest.mark.parametrize("installed", [True, False])
 def test_an_indexed_kubernetes_job_counts_where_jax_can_ask_its_api(
     installed: bool, monkeypatch: pytest.MonkeyPatch
