@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_jax.models.decode import PREFILL_PIECE, DecodeState, decode, prefill, score
+from moe_jax.models.precision import exact_products
 from moe_jax.models.sampling import Sampling
 from moe_jax.parallel.sharding import BATCH_SPEC, CACHE_SPEC, REPLICATED
 from moe_jax.run.sampling_mesh import SamplingMesh
@@ -101,7 +102,10 @@ class Decoder:
             mapped = jax.shard_map(body, mesh=self._where.mesh, **specs, check_vma=False)
             donated = (1,) if function is decode else ()  # its memory is used again
             program = jax.jit(mapped, donate_argnums=donated)
-            self._programs[name] = program.lower(self._params, *arguments).compile()
+            compute = self._where.compute
+            with exact_products(compute.dtype, compute.platform):
+                lowered = program.lower(self._params, *arguments)
+            self._programs[name] = lowered.compile()
             self.compile_s += time.perf_counter() - begun
         return self._programs[name](self._params, *arguments)
 

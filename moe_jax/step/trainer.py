@@ -17,6 +17,7 @@ from moe_jax.config import Config
 from moe_jax.config.registry import EXCHANGE_FACTS
 from moe_jax.models.parameters import init_params, stored, stored_shapes
 from moe_jax.models.placement import by_slot, first_experts
+from moe_jax.models.precision import exact_products
 from moe_jax.parallel import background
 from moe_jax.parallel.grad_sync import sum_over_batch
 from moe_jax.parallel.host_memory import check_host_memory
@@ -139,7 +140,8 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         own = functools.partial(train_step, context=context, gradients=kind.gradients)
         in_specs = (layout, BATCH_SPEC, REPLICATED, REPLICATED)
         mapped = on_mesh(own, in_specs=in_specs, out_specs=(layout, REPLICATED))
-        return mapped(state, token_BN1, max_loss, replayed_LGk)
+        with exact_products(compute.dtype, compute.platform):
+            return mapped(state, token_BN1, max_loss, replayed_LGk)
 
     def evaluate(params: Params, token_BN1: jax.Array, slot_ME: jax.Array | None = None) -> jax.Array:
         def own(params: Params, token_BN1: jax.Array, slot_ME: jax.Array | None) -> jax.Array:
@@ -150,7 +152,8 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
             return sum_over_batch(kind.evaluate(params, inputs, context.of_evaluation))
 
         in_specs = (context.stored_specs if decay is None else context.grad_specs, BATCH_SPEC, REPLICATED)
-        return on_mesh(own, in_specs=in_specs, out_specs=REPLICATED)(params, token_BN1, slot_ME)
+        with exact_products(compute.dtype, compute.platform):
+            return on_mesh(own, in_specs=in_specs, out_specs=REPLICATED)(params, token_BN1, slot_ME)
 
     return Trainer(
         mesh=mesh,
