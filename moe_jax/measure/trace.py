@@ -5,7 +5,7 @@ import math
 import re
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +55,7 @@ def read_trace(folder: Path, program: str) -> list[TracedOperation]:
         return []
     hlo = parse(program)
     named = {(e["pid"], e.get("tid"), e["name"]): e["args"].get("name") for e in events if e.get("ph") == "M"}
+    events = [*events, *_of_tpus(hlo, events, named)]
     spans = sorted((e for e in events if _is_run_of(hlo, e)), key=lambda event: event["ts"])
     runs: Counter[tuple[str, str]] = Counter()
     for event in spans:
@@ -160,6 +161,28 @@ def _events(path: Path) -> list[Event]:
 def _is_run_of(program: HloModule, event: Event) -> bool:
     arguments = event.get("args", {})
     return "dur" in event and "hlo_op" in arguments and arguments.get("hlo_module") == program.name
+
+
+def _of_tpus(
+    program: HloModule, events: Sequence[Event], named: Mapping[tuple[int, int | None, str], str]
+) -> Iterator[Event]:
+    """Yield the operations of TPUs as other platforms list them: there, one thread has the names of instructions, and
+    another one the programs that ran meanwhile.
+    """
+    devices = {
+        pid: name for (pid, _, kind), name in named.items() if kind == "process_name" and "/device:TPU" in str(name)
+    }
+    of_thread: dict[tuple[int, str], list[Event]] = defaultdict(list)
+    for event in events:
+        if "dur" in event and event["pid"] in devices:
+            of_thread[event["pid"], named.get((event["pid"], event.get("tid"), "thread_name"), "")].append(event)
+    for pid, device in devices.items():
+        ran = [each for each in of_thread[pid, "XLA Modules"] if each["name"].startswith(f"{program.name}(")]
+        spans = joined((each["ts"], each["ts"] + each["dur"]) for each in ran)
+        for event in of_thread[pid, "XLA Ops"]:
+            if event["name"] in program.by_name and any(start <= event["ts"] < end for start, end in spans):
+                found = {"hlo_op": event["name"], "hlo_module": program.name, "device_ordinal": device}
+                yield event | {"args": found}
 
 
 def _in_background(events: Iterable[Event], spans: Iterable[Event]) -> Iterator[Event]:

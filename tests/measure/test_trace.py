@@ -1,5 +1,9 @@
 """A trace of a real program: what is read must be what ran."""
 
+import gzip
+import json
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -61,6 +65,34 @@ def test_other_programs_in_a_trace_are_left_out(tmp_path):
         jax.block_until_ready([one(1.0), other(1.0), other(2.0)])
     assert len(read_trace(tmp_path, one.as_text())) == 1
     assert [operation.run for operation in read_trace(tmp_path, other.as_text())] == [0, 1]
+
+
+def test_operations_of_tpus_have_their_names_in_one_thread_and_their_program_in_another(tmp_path):
+    """As other projects read such traces; none of a real TPU was at hand."""
+    program = jax.jit(lambda x: jnp.tanh(x @ x)).lower(jnp.ones((8, 8))).compile().as_text()
+    hlo = parse(program)
+    name = next(line.name for line in hlo.computations[hlo.entry] if "tanh" in line.op_name)
+
+    def span(thread: int, text: str, start: float) -> dict[str, Any]:
+        return {"ph": "X", "pid": 3, "tid": thread, "name": text, "ts": start, "dur": 10.0, "args": {"tf_op": "x"}}
+
+    def called(kind: str, text: str, **thread: int) -> dict[str, Any]:
+        return {"ph": "M", "pid": 3, "name": kind, "args": {"name": text}, **thread}
+
+    events = [
+        called("process_name", "/device:TPU:1 (pid 3)"),
+        called("thread_name", "XLA Modules", tid=1),
+        called("thread_name", "XLA Ops", tid=2),
+        span(1, f"{hlo.name}(1234)", 100.0),
+        span(1, "jit_other(5678)", 200.0),
+        span(2, name, 104.0),
+        span(2, "an operation of libtpu", 101.0),
+        span(2, name, 204.0),
+    ]
+    with gzip.open(tmp_path / "t.trace.json.gz", "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    (found,) = read_trace(tmp_path, program)
+    assert (found.name, found.device, found.thread, found.run) == (name, "/device:TPU:1 (pid 3)", "XLA Ops", 0)
 
 
 def test_times_are_seconds_since_the_first_operation(operations):
