@@ -115,7 +115,7 @@ def make_mesh(settings: config.MeshConfig, devices: Sequence[jax.Device] | None 
             )
         else:  # several slices of GPUs are nodes, in the order of the devices' numbers
             placed = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
-    except NotImplementedError:  # raised for shapes that do not fit the links of TPUs
+    except (NotImplementedError, AssertionError):  # shapes that do not fit the links of TPUs; devices that are no box
         text = " × ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
         raise MeshError(
             f"mesh: {text} cannot be laid along the links of these {len(devices)} devices: "

@@ -71,9 +71,12 @@ def test_neighbours_along_the_expert_axis_are_neighbouring_devices():
     assert mesh.axis_names.index(Axis.EXPERT) > mesh.axis_names.index(Axis.DATA)
 
 
-def test_axes_that_do_not_follow_the_links_of_tpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [NotImplementedError("Failed to find assignment"), AssertionError("TpuDevice")])
+def test_axes_that_do_not_follow_the_links_of_tpus_are_refused(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_, **__):
-        raise NotImplementedError("Failed to find assignment for logical_axis_index 4 of size 8")
+        raise error
 
     monkeypatch.setattr("jax.experimental.mesh_utils.create_device_mesh", refuse)
     with pytest.raises(MeshError, match=r"^mesh: expert=8 cannot be laid along the links of these 8 devices: use "):
