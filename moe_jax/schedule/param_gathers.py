@@ -31,17 +31,22 @@ def releases(shape: StepShape, compute: Iterable[Action]) -> dict[Action, Action
     """
     if shape.param_gather == "none":
         return {}
-    starts: dict[tuple[int, int], Action | None] = {}  # by block and pass: the compute task before the first one
-    before = None
-    for task in compute:
+    starts: dict[tuple[int, int], int] = {}  # by block and pass: where the compute task before the first one stands
+    ends: dict[tuple[int, int], int] = {}  # where the last one does
+    tasks = list(compute)
+    for place, task in enumerate(tasks):
         gather = shape.param_gather_of(task)
         if gather is not None:
-            starts.setdefault(_use(gather), before)
-        before = task
+            starts.setdefault(_use(gather), place - 1)
+            ends[_use(gather)] = place
     order = list(starts)
     release = dict(zip(order[_AHEAD[shape.param_gather] :], starts.values(), strict=False))
-    waits = {gather: release.get(_use(gather)) for gather in shape.param_gathers}
-    return {gather: task for gather, task in waits.items() if task}
+    # a block is not gathered again while its forward tasks have it
+    waits = {
+        gather: max(release.get(_use(gather), -1), ends.get((gather.block, 0), -1) if gather.part else -1)
+        for gather in shape.param_gathers
+    }
+    return {gather: tasks[place] for gather, place in waits.items() if place >= 0}
 
 
 def _use(gather: Action) -> tuple[int, int]:

@@ -60,6 +60,8 @@ OTHERS = {
     "documents and multi-token prediction in a schedule": f"{UNIFIED} {DOCUMENTS} {MTP} mesh.data=2 mesh.expert=2 "
     "model.num_layers=4 model.moe.moe_layer_freq=1 schedule.weight_grad=greedy train.loss_chunk=5 "
     "train.z_loss_multiplier=0.1 model.tie_word_embeddings=true schedule.grad_reduce=bucketed optimizer.qk_clip=1",
+    "sharded parameters of dense blocks above experts": f"{UNIFIED} optimizer.zero=3 mesh.data=2 model.num_layers=5 "
+    "model.moe.moe_layer_freq=3",
     "multi-token prediction without experts": f"{UNIFIED} {MTP} mesh.data=4 model.num_layers=2 model.moe.num_experts=0 "
     "optimizer.qk_clip=1",
     "a router of gpt-oss": f"{UNIFIED} model.moe.gate=gpt_oss mesh.data=1 mesh.expert=2 mesh.tensor=2 "
