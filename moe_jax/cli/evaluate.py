@@ -89,7 +89,9 @@ def _freed(overrides: Sequence[str]) -> list[str]:
     if not any(each.startswith("mesh.") for each in overrides):
         return []
     over = [axis for axis in ("context", "tensor") if f"mesh.{axis}=1" in overrides]
+    stages = ["pipeline=1f1b", "virtual_stages=1", "head_blocks=0", "remat=none"]
     return [
+        *(f"schedule.{each}" for each in stages if "mesh.pipeline=1" in overrides),
         "optimizer.zero_axes=null",
         "exchange.ranks_per_node=null",
         *(f"mesh.experts_over_{axis}=false" for axis in over),

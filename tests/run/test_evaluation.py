@@ -115,7 +115,7 @@ def test_blocks_of_pipeline_stages_are_evaluated_on_one_device(tmp_path: Path, m
     """To round-off: the sums have another order. Nothing is dropped, which would depend on the mesh."""
     dropless = ("model.moe.capacity_factor=null", "exchange.rank_capacity_factor=null", "model.moe.moe_layer_freq=1")
     stages = ("mesh.data=1", "mesh.expert=2", "mesh.pipeline=2", "mesh.cpu_devices=8", "model.num_layers=4")
-    run = run_of(tmp_path / "run", *dropless, *stages, "mesh.tensor=2")
+    run = run_of(tmp_path / "run", *dropless, *stages, "mesh.tensor=2", "schedule.pipeline=zero_bubble")
     loss = next(r["validation_loss"] for r in records_of(run)[::-1] if "validation_loss" in r)
     assert evaluated(run, monkeypatch)["evaluation/validation/loss"] == loss
     alone = ("mesh.pipeline=1", "mesh.expert=1", "mesh.tensor=1", "mesh.data=8")
