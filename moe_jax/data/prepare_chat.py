@@ -196,6 +196,7 @@ class _Encoder:
     def _of_messages(self, where: str, messages: Any) -> NDArray[np.uint32]:
         if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
             raise DataError(f'{where}: "messages" must be a list of objects with "role" and "content": repair it')
+        messages = [self._with_text(where, number, message) for number, message in enumerate(messages, 1)]
         for text in _texts(messages):
             if name := self._tokenizer.special_token_in(text) or next((mark for mark in MARKS if mark in text), None):
                 raise DataError(
@@ -211,6 +212,23 @@ class _Encoder:
         if not len(ids):
             raise DataError(f"{where} has no text: remove it")
         return _marked(ids, _inside(span_T2, conversation.answers))
+
+    @staticmethod
+    def _with_text(where: str, number: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a message with its content as text, which may be in parts. A template would print anything else as
+        Python does.
+        """
+        content = message["content"]
+        if isinstance(content, list) and all(map(_is_text_part, content)):
+            return {**message, "content": "".join(part["text"] for part in content)}
+        if isinstance(content, str) or (content is None and message.get("tool_calls")):
+            return message
+        kind = "null" if content is None else "not text"
+        raise DataError(f'{where}: the "content" of message {number} is {kind}: write the text, or remove the line')
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _write(file: Path, split: str, sequences: Iterator[NDArray[np.uint32]], facts: Counter[str]) -> dict[str, int]:

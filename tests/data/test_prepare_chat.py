@@ -34,7 +34,7 @@ BLOCKS = (  # what the assistant says is not a beginning of what follows: earlie
 SEQ_LEN, SEVENTY = 60, 70
 
 
-def message(role: str, content: str) -> dict[str, str]:
+def message(role: str, content: Any) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
@@ -227,6 +227,14 @@ def test_what_does_not_fit_or_says_nothing_is_left_out(model: Path, tmp_path: Pa
     assert (made.conversations, made.too_long, made.silent) == (4, 1, 1)
 
 
+def test_content_in_parts_is_their_text(model: Path, tmp_path: Path) -> None:
+    """A template might print the list, as Python does."""
+    pieces = [{"type": "text", "text": "Ich "}, {"type": "text", "text": "wörde."}]
+    records = [{"messages": TALK}, {"messages": [TALK[0], message("assistant", pieces), *TALK[2:]]}]
+    prepared(tmp_path, records, seq_len=SEVENTY)
+    np.testing.assert_array_equal(*(sequences(tmp_path, split, SEVENTY) for split in ("train", "validation")))
+
+
 @pytest.mark.parametrize(
     ("record", "problem"),
     [
@@ -234,6 +242,9 @@ def test_what_does_not_fit_or_says_nothing_is_left_out(model: Path, tmp_path: Pa
         ([1], 'must have "messages", or "prompt" and "completion": repair or remove it'),
         ({"messages": [{"role": "user"}]}, '"messages" must be a list of objects with "role" and "content"'),
         ({"messages": []}, '"messages" must be a list of objects with "role" and "content"'),
+        ({"messages": [*TALK, message("assistant", None)]}, 'the "content" of message 5 is null: write the text, or '),
+        ({"messages": [message("user", 5)]}, 'the "content" of message 1 is not text: write the text, or '),
+        ({"messages": [message("user", [{"type": "image"}])]}, 'the "content" of message 1 is not text: write '),
         ({"prompt": "a", "completion": None}, "prompt and completion must be text"),
         (
             {"messages": [message("user", "<|im_end|>")]},
