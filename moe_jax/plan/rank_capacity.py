@@ -54,13 +54,17 @@ def has_buffers(config: Config) -> bool:
 
 
 def prices(found: Estimate) -> Iterator[Price]:
-    """The same plan with each smaller factor that holds its load."""
+    """The same plan with each smaller factor that holds its load, and with which it takes less time: what else it was
+    chosen for may not suit a smaller one.
+    """
     config = found.config
     for smaller in _smaller(config.exchange.rank_capacity_factor, config.plan.load_factor):
         other = dataclasses.replace(config, exchange=dataclasses.replace(config.exchange, rank_capacity_factor=smaller))
         device = found.cluster.device
         memory = step_memory(other, device.platform, other.mesh.sizes, device.capability)
-        yield Price(smaller, estimate(other, found.cluster).step_s, memory.total)
+        step_s = estimate(other, found.cluster).step_s
+        if step_s < found.step_s:
+            yield Price(smaller, step_s, memory.total)
 
 
 def _smaller(factor: float | None, load: float) -> list[float]:
