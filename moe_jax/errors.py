@@ -132,6 +132,12 @@ def is_full_disk(error: BaseException | None) -> bool:
     return by_number or any(os.strerror(each) in str(error) for each in FULL_DISK) or is_full_disk(error.__cause__)
 
 
+def unwritable(name: str, folder: Path, error: OSError) -> ConfigError:
+    """Return the error for a setting whose folder cannot be written."""
+    cure = "free some space, or name another folder" if is_full_disk(error) else "name another folder"
+    return ConfigError(f"{name}={folder} cannot be written ({error.strerror}): {cure}")
+
+
 def parse_path(name: str, text: str) -> Path:
     """Return a path from a command line with `~` and variables replaced; `name` is the argument. Raises ConfigError."""
     return Path(plain_argument(name, text))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Self, final
 
 from moe_jax.distributed.heartbeat import is_supervised
-from moe_jax.errors import ConfigError
+from moe_jax.errors import ConfigError, unwritable
 from moe_jax.files.atomic import parent_folders
 from moe_jax.files.local_copy import LOCK as FILE_NAME
 
@@ -127,9 +127,7 @@ class FolderLock:
                 closing.enter_context(parent_folders([self._path]))
                 self._take()
             except OSError as error:
-                raise ConfigError(
-                    f"log.dir={self._folder} cannot be written ({error.strerror}): name another folder"
-                ) from None
+                raise unwritable("log.dir", self._folder, error) from None
             self._closing = closing.pop_all()
         self._beating.start()
         return self

@@ -25,7 +25,7 @@ from moe_jax.data.samples import Samples
 from moe_jax.data.sources import Tokens, open_tokens, source_tokenizer
 from moe_jax.data.tokens import is_text
 from moe_jax.distributed.processes import is_main_process, main_first, read_alike
-from moe_jax.errors import ConfigError
+from moe_jax.errors import ConfigError, unwritable
 from moe_jax.files.atomic import write_atomically
 from moe_jax.files.local_copy import local_path
 from moe_jax.measure.provenance import PROVENANCE, STEP_PROGRAM, provenance, versions
@@ -261,7 +261,7 @@ def write_start(run: Run, fingerprint: str) -> None:
         write_atomically(run.folder / PROVENANCE, json.dumps(facts, indent=2) + "\n")
         save_tokenizer(run.config, run.folder)
     except OSError as error:
-        raise ConfigError(f"log.dir={run.folder} cannot be written ({error.strerror}): name another folder") from None
+        raise unwritable("log.dir", run.folder, error) from None
 
 
 def _sizes(run: Run) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -132,6 +133,25 @@ def test_a_holder_that_cannot_be_looked_up_counts_as_alive_unless_it_is_known_to
     taken = contextlib.nullcontext() if not is_alive else pytest.raises(ConfigError, match="in use by process 77 ")
     with taken, FolderLock(tmp_path / "run"):
         assert holder_of(tmp_path / "run").pid == os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("number", "problem"),
+    [
+        (errno.ENOSPC, "No space left on device): free some space, or name another folder"),
+        (errno.EROFS, "Read-only file system): name another folder"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_one_line(
+    number: int, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: FolderLock) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(FolderLock, "_take", refuse)
+    with pytest.raises(ConfigError) as refusal, FolderLock(tmp_path / "run"):
+        pass
+    assert str(refusal.value) == f"log.dir={tmp_path / 'run'} cannot be written ({problem}"
 
 
 def test_a_lock_without_proc_is_taken_and_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
