@@ -149,6 +149,7 @@ def test_others_are_refused_with_the_reason(changes: dict, why: str, events: Eve
 
 def test_a_host_that_is_there_is_not_replaced_and_the_other_may_try_again(events: Events) -> None:
     with opened(events) as (launch, others), called(launch):
+        assert events.get(timeout=60) == (JOINED, 1)
         with pytest.raises(LostError, match="host 1 is there already"), called(launch):
             pass
         assert others.missing() == set()
