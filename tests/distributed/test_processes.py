@@ -13,14 +13,8 @@ import jax
 import pytest
 
 from moe_jax.distributed import processes
-from moe_jax.distributed.processes import (
-    ClusterManager,
-    ProcessError,
-    Processes,
-    _has_all_devices,
-    detect_cluster,
-    initialize,
-)
+from moe_jax.distributed.cluster import ClusterManager, _has_all_devices, detect_cluster
+from moe_jax.distributed.processes import ProcessError, Processes, initialize
 from moe_jax.errors import DataError, UserError
 from moe_jax.launch.supervisor import reserved_port
 
