@@ -68,12 +68,8 @@ def router_inputs_of(tokens: int = TOKENS, seed: int = SEED, step: int = STEP, b
 
 
 def draws_of(router_inputs: RouterInputs) -> Draws:
-    return Draws(
-        np.asarray(router_inputs.id),
-        np.asarray(router_inputs.place),
-        BLOCK,
-        None if router_inputs.key is None else (SEED, STEP),
-    )
+    seed = None if router_inputs.key is None else (SEED, STEP)
+    return Draws(np.asarray(router_inputs.id), np.asarray(router_inputs.place), BLOCK, seed)
 
 
 def through(decision: Any, x_TD: jax.Array, moe: MoEConfig) -> jax.Array:
@@ -108,12 +104,8 @@ def by_gate(params: Any, x_TD: jax.Array, router_inputs: RouterInputs, moe: MoEC
     return through(decision, x_TD, moe), decision.prob_TE, logit_TE
 
 
-def value(params: Any, x_TD: jax.Array, router_inputs: RouterInputs, moe: MoEConfig, of: Any) -> jax.Array:
-    """One number of all that a gate decides, which every expert's weight is in."""
-    return total_of(*of(params, x_TD, router_inputs, moe))
-
-
 def total_of(out_TD: Any, prob_TE: Any, logit_TE: Any) -> Any:
+    """One number of all that a gate decides, which every expert's weight is in."""
     rng = np.random.default_rng(4)
     total = (out_TD * rng.standard_normal(out_TD.shape)).sum() + (prob_TE * rng.standard_normal(prob_TE.shape)).sum()
     return total if logit_TE is None else total + (logit_TE**2).mean()
@@ -181,8 +173,8 @@ def test_one_expert_has_its_score_as_weight_or_1(gate):
 @pytest.mark.parametrize("gate", ["noisy", "xmoe", "gpt_oss", "expert_choice", "softmoe"])
 def test_gradients_are_those_of_finite_differences(gate):
     moe, router_inputs = moe_of(gate), router_inputs_of()
-    run = functools.partial(value, router_inputs=router_inputs, moe=moe, of=by_gate)
-    check_grads(jax.jit(run), (params_of(moe), features()), order=1, modes=["rev"], rtol=0.02, atol=0.02, eps=2e-3)
+    run = jax.jit(lambda params, x_TD: total_of(*by_gate(params, x_TD, router_inputs, moe)))
+    check_grads(run, (params_of(moe), features()), order=1, modes=["rev"], rtol=0.02, atol=0.02, eps=2e-3)
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -306,7 +298,7 @@ def test_a_bias_of_scores_counts_in_the_choice_and_not_in_the_weights(gate):
     assert (choice.expert_Tk[:, 0] == 5).all()
     score_TE = jax.nn.softmax(logit_TE) if gate == "softmax" else jax.nn.sigmoid(logit_TE)
     np.testing.assert_allclose(choice.weight_Tk[:, 0], 1.5 * score_TE[:, 5], rtol=1e-6)
-    grads = jax.jit(jax.grad(lambda p: value(p, x_TD, router_inputs_of(), moe, by_gate)))(params)
+    grads = jax.jit(jax.grad(lambda p: total_of(*by_gate(p, x_TD, router_inputs_of(), moe))))(params)
     assert not grads["score_bias"].any()
     assert grads["router"].any()
 
