@@ -1,12 +1,12 @@
-"""Which processes of a run share a host, by the names of the hosts.
+"""What processes exchange without a collective, through jax's coordination service: small values, from any thread.
 
-Processes publish the names in jax's coordination service, through which they exchange small values without a
-collective, so a process can ask for them at any time.
+So they publish the names of their hosts, by which others know which of them share a host.
 """
 
 import functools
 import socket
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,6 +19,21 @@ def coordination() -> Any:
     Without the service the client is None. Does not start jax's devices.
     """
     return distributed.global_state
+
+
+def conclusion(name: str, own: str, conclude: Callable[[list[str]], str], timeout_s: float) -> str:
+    """Return what process 0 concludes from the texts of all processes, in the order of their numbers.
+
+    All of them call it, with the same `name`, each name once. Raises jax's error after the timeout.
+    """
+    state, timeout_ms = coordination(), round(timeout_s * 1000)
+    state.client.key_value_set(f"{name}/{state.process_id}", own)
+    if state.process_id == 0:
+        texts = [
+            state.client.blocking_key_value_get(f"{name}/{each}", timeout_ms) for each in range(state.num_processes)
+        ]
+        state.client.key_value_set(f"{name}/all", conclude(texts))
+    return str(state.client.blocking_key_value_get(f"{name}/all", timeout_ms))
 
 
 _KEY = "moe_jax_host"

@@ -17,7 +17,7 @@ from moe_jax.config import Sections
 from moe_jax.config.draft import Draft
 from moe_jax.data.sources import Tokens
 from moe_jax.data.tokens import SPLITS
-from moe_jax.distributed.hosts import coordination
+from moe_jax.distributed.hosts import conclusion, coordination
 from moe_jax.errors import ConfigError
 from moe_jax.files.local_copy import local_path
 from moe_jax.files.untrusted import read_bytes
@@ -86,17 +86,13 @@ def _check_same(own: Values, cure: str) -> None:
     """Compare values over all processes, on process 0. Raises ConfigError, which ends with `cure`, on all of them."""
     if not _has_other_processes():
         return
-    state, name = coordination(), f"moe_jax_alike_{next(_numbers)}"
-    client = state.client
-    if state.process_id != 0:
-        client.key_value_set(f"{name}/{state.process_id}", json.dumps(dict(own)))
-    else:
-        differences = []
-        for process in range(1, state.num_processes):
-            other = json.loads(client.blocking_key_value_get(f"{name}/{process}", _TIMEOUT_S * 1000))
-            differences += _differences(own, other, process)
-        client.key_value_set(f"{name}/all", "; ".join(differences[:3]))
-    problem = client.blocking_key_value_get(f"{name}/all", _TIMEOUT_S * 1000)
+
+    def compare(texts: list[str]) -> str:
+        others = enumerate(map(json.loads, texts[1:]), 1)
+        differences = [each for process, other in others for each in _differences(own, other, process)]
+        return "; ".join(differences[:3])
+
+    problem = conclusion(f"moe_jax_alike_{next(_numbers)}", json.dumps(dict(own)), compare, _TIMEOUT_S)
     if problem:
         raise ConfigError(f"{problem}: {cure}")
 

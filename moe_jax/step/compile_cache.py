@@ -7,7 +7,7 @@ writes. jax unpickles and runs what it loads, so the folder must not be writable
 import hashlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -19,14 +19,14 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 from jax.stages import Compiled, Lowered
 
 from moe_jax.distributed.heartbeat import PROGRAMS
-from moe_jax.distributed.hosts import coordination
+from moe_jax.distributed.hosts import conclusion
 from moe_jax.errors import ConfigError
 from moe_jax.files.atomic import is_private_folder, write_atomically, write_together
 from moe_jax.measure.races import check_races
 from moe_jax.schedule.xla_flags import compiler_options
 from moe_jax.step.compile import StepProgram
 
-_TIMEOUT_MS = 3_600_000  # for a process that still compiles another program
+_TIMEOUT_S = 3600  # for a process that still compiles another program
 _asked: dict[str, int] = {}  # how often each program was asked for, by name
 _asking = threading.Lock()
 _COMPILE_ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # variables that change the result of a compilation
@@ -76,15 +76,13 @@ def _all_have(name: str, here: bool) -> bool:
     """
     if jax.default_backend() != "gpu" or jax.process_count() == 1:
         return here
-    state = coordination()
     with _asking:
         _asked[name] = number = _asked.get(name, 0) + 1
-    key, client = f"moe_jax_loaded/{name}/{number}", state.client
-    client.key_value_set(f"{key}/{state.process_id}", str(int(here)))
-    if state.process_id == 0:
-        found = [client.blocking_key_value_get(f"{key}/{each}", _TIMEOUT_MS) for each in range(state.num_processes)]
-        client.key_value_set(f"{key}/all", str(int(all(map(int, found)))))
-    return client.blocking_key_value_get(f"{key}/all", _TIMEOUT_MS) == "1"
+    return conclusion(f"moe_jax_loaded/{name}/{number}", str(here), _all_true, _TIMEOUT_S) == str(True)
+
+
+def _all_true(texts: Iterable[str]) -> str:
+    return str(all(text == str(True) for text in texts))
 
 
 def _stop_jaxs_cache() -> None:

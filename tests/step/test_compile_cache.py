@@ -113,7 +113,7 @@ def test_processes_of_gpus_load_a_program_only_if_all_have_it(
     own, service = threading.local(), _Service()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "process_count", lambda: 3)
-    monkeypatch.setattr(compile_cache, "coordination", lambda: own.state)
+    monkeypatch.setattr("moe_jax.distributed.hosts.coordination", lambda: own.state)
 
     def asked(process: int) -> bool:
         own.state = SimpleNamespace(client=service, process_id=process, num_processes=3)
