@@ -217,11 +217,6 @@ def _split(x: Shaped[Array, "..."], chunking: Chunking) -> list[jax.Array]:
     return jnp.split(x, [rows * i // chunks for i in range(1, chunks)], axis=_SLOTS)
 
 
-def _after(x: jax.Array, earlier: jax.Array, platform: str) -> jax.Array:
-    """Return `x`, which then cannot be used before `earlier` exists."""
-    return depend_on(x, earlier, platform) if x.size and earlier.size else x
-
-
 def _pipelined(
     x: Shaped[Array, "..."],
     first: Send,
@@ -236,7 +231,7 @@ def _pipelined(
     head, *others = _split(x, chunking)
     halfway, rows = first(head), collect(x)
     for chunk in others:
-        following = first(_after(chunk, halfway, chunking.platform))
+        following = first(depend_on(chunk, halfway, chunking.platform))
         # neither is used before both exist: without this XLA:GPU runs one after the other
         arrived, halfway = jax.lax.optimization_barrier((second(halfway), following))
         rows.add(arrived)

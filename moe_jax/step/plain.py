@@ -134,7 +134,7 @@ def train_step(
     grads = with_copies_summed(grads, inputs.slot_ME, context)  # copies of experts, migration.replicas
     norm = global_norm(grads, context.grad_specs, compute.platform, experts_here(inputs.slot_ME, context))
     if compute.platform != "gpu":  # on CPUs and TPUs, where a small sum is synchronous, last: nothing waits for it
-        parts = jax.tree.map(lambda part: depend_on(part, norm, compute.platform) if part.size else part, parts)
+        parts = depend_on(parts, norm, compute.platform)
     parts, max_logit_LH = max_over_batch(parts, context)  # optimizer.qk_clip
     total = sum_over_batch(parts)
     rate = learning_rate(config)(updates_done(state["optimizer"]))

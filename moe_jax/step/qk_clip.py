@@ -38,7 +38,7 @@ def max_over_batch(parts: ObjectiveParts, context: StepContext) -> tuple[Objecti
         max_logit_LH = jax.lax.pmax(jax.lax.dynamic_update_slice_in_dim(lowest_LH, own_Lh, first, 1), TOKEN_AXES)
     parts = parts._replace(max_logit_ALH=None)
     if platform == "cpu":
-        parts = jax.tree.map(lambda part: depend_on(part, max_logit_LH, platform) if part.size else part, parts)
+        parts = depend_on(parts, max_logit_LH, platform)
     return parts, max_logit_LH
 
 

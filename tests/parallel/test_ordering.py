@@ -29,6 +29,16 @@ def test_the_dependency_may_have_any_dtype_and_rank(dtype):
     np.testing.assert_array_equal(jax.jit(lambda d: depend_on(x, d, "cpu"))(jnp.ones((), dtype)), x)
 
 
+def test_of_a_tree_every_array_waits_that_has_elements():
+    tree = {"a": jnp.arange(6.0).reshape(2, 3), "b": (jnp.float32(-0.0), jnp.zeros((0, 2)), jnp.full((1, 1), 7))}
+    for dependency, barriers in ((jnp.ones(2), 3), (jnp.ones((2, 0)), 0)):
+        text = jax.jit(lambda x, d: depend_on(x, d, "tpu")).lower(tree, dependency).as_text()
+        assert text.count("optimization_barrier") == barriers
+        waited = jax.jit(lambda x, d: depend_on(x, d, "cpu"))(tree, dependency)
+        for found, expected in zip(jax.tree.leaves(waited), jax.tree.leaves(tree), strict=True):
+            assert np.asarray(found).tobytes() == np.asarray(expected).tobytes()
+
+
 def two_sums(ordered):
     """The optimised program of two sums over all devices that do not depend on each other by their data."""
 

@@ -46,7 +46,7 @@ def with_max_logits(
             key_BnGK = jax.lax.stop_gradient(keys_of(sent))
             return out_BnHV, _of_sequence(query_BnHK, key_BnGK, document_BL, window, scale)
         if impl.platform == "cpu":
-            sent = jax.tree.map(lambda x: depend_on(x, last, "cpu"), sent)
+            sent = depend_on(sent, last, "cpu")
         largest_H = MAX_LOGITS[impl.context_form](query_BnHK, sent, keys_of, document_BL, window, scale)
     return depend_on(out_BnHV, largest_H, "cpu") if impl.platform == "cpu" else out_BnHV, largest_H
 
