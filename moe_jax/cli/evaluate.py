@@ -93,7 +93,8 @@ def _freed(overrides: Sequence[str]) -> list[str]:
     return [
         *(f"schedule.{each}" for each in stages if "mesh.pipeline=1" in overrides),
         "optimizer.zero_axes=null",
-        "exchange.ranks_per_node=null",
+        *("exchange.ranks_per_node=null", "exchange.hot_experts=0"),
+        *(f"migration.{each}" for each in ("enabled=false", "replicas=0", "rank_speeds=null")),
         *(f"mesh.experts_over_{axis}=false" for axis in over),
     ]
 

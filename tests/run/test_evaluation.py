@@ -11,7 +11,9 @@ import pytest
 from jax.sharding import NamedSharding
 
 from moe_jax.cli import evaluate
+from moe_jax.cli.evaluate import _freed
 from moe_jax.config import Config
+from moe_jax.config.yaml_io import load_config, to_yaml
 from moe_jax.data.prepare import prepare_text
 from moe_jax.data.samples import Samples
 from moe_jax.data.tokenizer import ByteTokenizer
@@ -120,6 +122,19 @@ def test_blocks_of_pipeline_stages_are_evaluated_on_one_device(tmp_path: Path, m
     assert evaluated(run, monkeypatch)["evaluation/validation/loss"] == loss
     alone = ("mesh.pipeline=1", "mesh.expert=1", "mesh.tensor=1", "mesh.data=8")
     assert evaluated(run, monkeypatch, *alone)["evaluation/validation/loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_run_is_evaluated_on_a_mesh_that_its_settings_are_not_for(tmp_path: Path) -> None:
+    of_mesh = {
+        "migration.enabled=true migration.replicas=1 migration.rank_speeds=[1,0.5] model.moe.capacity_factor=null",
+        "exchange.hot_experts=1 model.moe.capacity_factor=null",
+        "optimizer.zero=3 optimizer.zero_axes=[data] exchange.algorithm=hier_2d exchange.ranks_per_node=2",
+    }
+    for settings in of_mesh:
+        config = load_config(None, ["mesh.data=4", "mesh.expert=2", *settings.split()])
+        (tmp_path / "config.yaml").write_text(to_yaml(config))
+        for mesh in (["mesh.expert=1"], ["mesh.expert=2", "mesh.tensor=2"], ["mesh.data=1", "mesh.expert=1"]):
+            load_config(tmp_path / "config.yaml", [*_freed(mesh), *mesh])
 
 
 def checkpoint_of(config: Config, params) -> Checkpoint:
