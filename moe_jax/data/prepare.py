@@ -76,7 +76,7 @@ def prepare_text(
     if len(skipped) > _MAX_PRINTED:
         print(f"skipped: {len(skipped) - _MAX_PRINTED} more, listed in {output / META_FILE}", flush=True)
     try:
-        characters = sum(len(piece) for piece in pieces() if piece)
+        characters, surrogates = _counts(pieces())
         num_train = characters - int(characters * validation_fraction)
         if not 0 < num_train < characters:
             raise DataError(f"{source} holds {characters} characters, too few to train and validate: give more text")
@@ -97,6 +97,8 @@ def prepare_text(
             read = _split(_with_progress(pieces(), characters, source), num_train)
             meta = _write(folder, read, kind, encoder, names, skipped)
             folder.rename(output)
+        if surrogates:
+            print(f"warning: {surrogates:,} lone surrogates, which no text may hold, are question marks", flush=True)
     except OSError as error:
         raise DataError(f"{error.filename or output}: {error.strerror or error}") from None
     return meta
@@ -115,6 +117,18 @@ def _check_options(tokenizer: str | Path, vocab_size: int | None, validation_fra
         raise DataError(f"--vocab-size={vocab_size} is for --tokenizer=bpe; {fixed}")
     if not MIN_BPE_VOCAB_SIZE <= vocab_size <= MAX_BPE_VOCAB_SIZE:
         raise DataError(f"--vocab-size={vocab_size} must lie in {MIN_BPE_VOCAB_SIZE}..{MAX_BPE_VOCAB_SIZE}")
+
+
+def _counts(pieces: Iterable[Piece]) -> tuple[int, int]:
+    """Return the number of characters, and how many of them are halves of a surrogate pair, each without the other."""
+    characters = surrogates = 0
+    for piece in filter(None, pieces):
+        characters += len(piece)
+        try:
+            piece.encode()
+        except UnicodeEncodeError:
+            surrogates += sum("\ud800" <= character <= "\udfff" for character in piece)
+    return characters, surrogates
 
 
 def _split(pieces: Iterable[Piece], num_train: int) -> Iterator[tuple[Split, Piece]]:

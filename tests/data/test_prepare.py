@@ -187,6 +187,13 @@ def test_of_many_skipped_files_some_are_printed(tmp_path: Path, capsys: pytest.C
     assert lines[-1] == f"skipped: 5 more, listed in {tmp_path / 'out' / 'meta.json'}"
 
 
+def test_lone_surrogates_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [json.dumps({"text": text}) for text in ("a pair \U0001f600", "a half \ud83d", "two \udfff \ud800")]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines * 9))
+    prepare_text(tmp_path / "text.jsonl", tmp_path / "tokens")
+    assert "warning: 27 lone surrogates" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("call", ["scandir", "stat", "open"])
 def test_what_cannot_be_read_is_refused_by_name(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rights do not keep the superuser out, so the system's answer is made."""
