@@ -23,6 +23,7 @@ from moe_jax.step.compile_cache import compiler_environment
 FILE = "step_profile.json"
 _PLATFORMS = ("gpu",)  # whose compiler reads profiles
 _MOST_BYTES = 16 * 2**20  # of the file, which process 0 sends to all others
+_MOST_STARTS = 2  # that may end while they measure
 
 
 class KeptProfile(NamedTuple):
@@ -30,10 +31,38 @@ class KeptProfile(NamedTuple):
 
     step_key: str  # `step_key` of the step by estimated times
     profile: str | None  # None: the step by estimated times is faster
+    starts_ended: int = 0  # that have not finished measuring; with a program that needs too much memory, every start
 
     def write(self, folder: Path, step_s: dict[str, float]) -> None:
         """Write it into the run's folder, with the measured step times. Raises OSError."""
         write_atomically(folder / FILE, json.dumps(self._asdict() | {"step_s": step_s}, indent=1) + "\n")
+
+
+class Measuring:
+    """What a run that ends while it measures leaves in its folder, so that not every start ends there.
+
+    Process 0 has it.
+    """
+
+    def __init__(self, folder: Path, key: str):
+        """Raises OSError."""
+        self._path = folder / FILE
+        try:
+            before = _read(self._path)
+        except ValueError:
+            before = None
+        self._starts = before.starts_ended if before is not None and before.step_key == key else 0
+        self._own = KeptProfile(key, None, self._starts + 1)
+        self._own.write(folder, {})
+
+    def finish(self) -> None:
+        """Take this start back, unless the run has kept what it measured. Raises OSError."""
+        if _read(self._path) != self._own:
+            return
+        if self._starts:
+            self._own._replace(starts_ended=self._starts).write(self._path.parent, {})
+        else:
+            self._path.unlink()
 
 
 def check_profile_steps(config: Config, mesh: Mesh) -> None:
@@ -79,6 +108,11 @@ def _find(path: Path, key: str) -> tuple[KeptProfile | None, str]:
         return None, ""
     if kept.step_key != key:
         return None, f"{path} is of another program: the step is measured again"
+    if kept.starts_ended:
+        what = f"{path}: starts that ended while they measured the step: {kept.starts_ended}"
+        if kept.starts_ended < _MOST_STARTS:
+            return None, f"{what}; the step is measured again"
+        return kept, f"{what}; the step is compiled by estimated times: remove the file to measure again"
     if kept.profile is None:
         return kept, f"{path}: the step was slower by measured times, so it is compiled by estimated ones"
     return kept, f"the step is compiled by the measured times in {path}"
@@ -93,4 +127,7 @@ def _read(path: Path) -> KeptProfile | None:
     profile = content.get("profile")
     if profile is not None and not (isinstance(profile, str) and is_profile(profile)):
         raise ValueError("its profile has other lines than times of instructions")
-    return KeptProfile(content["step_key"], profile)
+    starts = content.get("starts_ended", 0)
+    if type(starts) is not int:
+        raise ValueError("it counts no starts")
+    return KeptProfile(content["step_key"], profile, starts)

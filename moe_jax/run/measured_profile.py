@@ -5,6 +5,7 @@ few steps of it, and compiles the step by the traced times, all while training c
 and continues with the faster one. Whatever fails, the run continues by estimated times, after a warning.
 """
 
+import contextlib
 import statistics
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from moe_jax.measure.temporaries import allocated_bytes
 from moe_jax.measure.trace import TracedOperation, read_trace
 from moe_jax.plan.units import size
 from moe_jax.run.agreed_compile import AgreedCompile, State
-from moe_jax.run.kept_profile import FILE, KeptProfile, step_key
+from moe_jax.run.kept_profile import FILE, KeptProfile, Measuring, step_key
 from moe_jax.run.profiler import start_trace, stop_trace
 from moe_jax.run.setup import Run
 from moe_jax.run.tuning import WARMUP_STEPS
@@ -51,13 +52,16 @@ class ProfileGuided:
         self._run, self._first, self._meter, self._log, self._busy = run, first, meter, log, busy
         self._step = run.first_step
         self._is_measuring = program is not None
+        self._left: Measuring | None = None  # in the run's folder
         self._programs = self._all_programs(program)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self._programs.close()
+        if error is None or not issubclass(error, Exception):  # not by a program that failed
+            self._forget()
 
     def program_of(self, step: int) -> Compiled | None:
         """The program of a step; None for the one in use. All processes call it before every step."""
@@ -75,6 +79,7 @@ class ProfileGuided:
         if program is not None:
             chosen = yield from self._measuring(program)
             self._is_measuring = False
+            self._forget()
             yield chosen
 
     def _measuring(self, program: StepProgram) -> Generator[Compiled, None, Compiled]:
@@ -82,6 +87,7 @@ class ProfileGuided:
         without_graphs = yield from self._compiling(program.for_tracing, "a step to trace")
         if without_graphs is None:
             return self._first
+        self._remember(program)
         profile = yield from self._tracing(program, without_graphs)
         if profile is None:
             return self._first
@@ -95,6 +101,19 @@ class ProfileGuided:
         with self._meter.paused():
             is_faster = from_process(0, self._choose(program, profile, estimated_s, measured_s))
         return by_profile if is_faster else self._first
+
+    def _remember(self, program: StepProgram) -> None:
+        """Leave in the folder that the run measures, in case a program that it tries ends it."""
+        try:
+            self._left = Measuring(self._run.folder, step_key(program)) if is_main_process() else None
+        except OSError as error:
+            self._log.warn(f"{FILE} cannot be written ({reason(error)}): a start after a crash measures again")
+
+    def _forget(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._left is not None:
+                self._left.finish()
+        self._left = None
 
     def _compiling(self, program: StepProgram, name: str) -> Generator[Compiled, None, Compiled | None]:
         """Compile while training continues; returns None, after a warning, if a process fails or it needs too much

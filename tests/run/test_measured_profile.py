@@ -245,6 +245,36 @@ def test_a_run_that_ends_early_says_so_and_stops_the_profiler(scene: Scene) -> N
     scene.run(0, Source(), last=14)
     assert scene.traced == [14, -14]
     assert scene.said[-1].startswith("schedule.profile_steps: the run ends before its step is measured")
+    assert not (scene.folder / FILE).exists()
+
+
+def test_a_step_that_ends_its_run_twice_is_measured_no_more(
+    scene: Scene, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that needs more memory than its compiler said would end every start, before its next checkpoint."""
+    monkeypatch.setattr(kept_profile, "is_main_process", lambda: True)
+    key = step_key(Source())
+
+    def run_that_ends(by: type[BaseException]) -> None:
+        def fail(self: Any, *_: Any) -> Any:
+            raise by
+            yield
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ProfileGuided, "_tracing", fail)
+            with pytest.raises(by):
+                scene.run(0, Source(), last=90)
+
+    for starts in (1, 2):
+        run_that_ends(KeyboardInterrupt)
+        run_that_ends(MemoryError)
+        found = kept_profile.kept_profile(scene.folder, key)
+        assert f"while they measured the step: {starts}; the step is" in capsys.readouterr().out
+        assert (found is None) == (starts == 1)
+    assert found == KeptProfile(key, None, 2)
+    assert kept_profile.kept_profile(scene.folder, "of another step") is None
+    assert scene.run(0, Source(), last=90)[-1] == "measured", "the user has removed the file, say"
+    assert json.loads((scene.folder / FILE).read_text())["starts_ended"] == 0
 
 
 @pytest.fixture
@@ -305,6 +335,7 @@ def test_a_run_measures_once_and_trains_the_same(
     [
         ("{", "is invalid"),
         ('{"step_key": 3}', "it names no program"),
+        ('{"step_key": "0123", "starts_ended": "2"}', "it counts no starts"),
         ('{"step_key": "0123", "profile": "costs { evil }"}', "its profile has other lines than times"),
         (json.dumps({"step_key": "4567", "profile": PROFILE}), "is of another program: the step is measured again"),
         (json.dumps({"step_key": "0123", "profile": None}), "the step was slower by measured times"),
@@ -317,7 +348,7 @@ def test_what_a_run_finds_in_its_folder(
     (tmp_path / FILE).write_text(content)
     found = kept_profile.kept_profile(tmp_path, "0123")
     assert message in capsys.readouterr().out
-    assert (found is not None) == ('"0123"' in content and "evil" not in content)
+    assert (found is not None) == ('"0123"' in content and "evil" not in content and "ended" not in content)
 
 
 def test_devices_without_profiles_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
