@@ -37,18 +37,20 @@ def depend_on_all(x: Shaped[Array, "..."], dependencies: Iterable[Array], platfo
 def barrier_after(x: Shaped[Array, "..."], dependency: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     """Do the same as `depend_on`, for an array, where the compiler drops barriers. Neither array may be empty.
 
-    An element of `x` is written where it was read, at an index computed from `dependency`, which XLA clamps to the
-    bounds of `x`.
+    An element of `x` is written where it was read, at an index of 0 computed from `dependency`. It has to be in the
+    bounds of `x`: XLA joins a slice of a slice, and clamps their sum to the bounds of the outer array alone.
     """
-    if x.size == 1:  # XLA knows its only index. A 0 that it cannot fold; subtracted, because -0.0 + 0.0 = 0.0.
-        return x - ((_bits(dependency) > 0).astype(jnp.uint32) >> 1).astype(x.dtype)
-    index, element = (_bits(dependency),) * x.ndim, (1,) * x.ndim
+    zero = _zero(dependency)
+    if x.size == 1:  # XLA knows its only index. Subtracted, because -0.0 + 0.0 = 0.0.
+        return x - zero.astype(x.dtype)
+    index, element = (zero,) * x.ndim, (1,) * x.ndim
     return jax.lax.dynamic_update_slice(x, jax.lax.dynamic_slice(x, index, element), index)
 
 
-def _bits(x: jax.Array) -> UInt32[Array, ""]:
-    """Return the bits of an element of x as an unsigned number: jax counts signed indices from the end."""
+def _zero(x: jax.Array) -> UInt32[Array, ""]:
+    """Return 0, computed from an element of x; unsigned, because jax counts signed indices from the end.
+
+    XLA folds products with 0 and comparisons of a value with itself, but it does not track ranges of values.
+    """
     first = jax.lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
-    if not jnp.issubdtype(x.dtype, jnp.integer) and x.dtype != jnp.bool_:
-        first = jax.lax.bitcast_convert_type(first, f"uint{8 * x.dtype.itemsize}")
-    return first.astype(jnp.uint32)
+    return (first > 0).astype(jnp.uint32) >> 1

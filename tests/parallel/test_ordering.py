@@ -23,6 +23,18 @@ def test_no_bit_changes_whatever_the_dependency_holds(dtype, dependency):
         np.testing.assert_array_equal(np.asarray(ordered).view(np.uint8), np.asarray(x).view(np.uint8))
 
 
+@pytest.mark.parametrize("dependency", DEPENDENCIES)
+def test_a_slice_at_an_index_that_is_computed_waits_unchanged(dependency):
+    """XLA joins it with a slice that the dependency is written by."""
+
+    def part(x, start):
+        return jax.lax.dynamic_slice(x, (start, start), (2, 3))
+
+    x, start = jnp.arange(1.0, 41.0).reshape(4, 10), jnp.int32(1)
+    wait = jax.jit(lambda x, start, d: depend_on(part(x, start), d, "cpu"))
+    np.testing.assert_array_equal(wait(x, start, jnp.full(3, dependency)), part(x, start))
+
+
 @pytest.mark.parametrize("dtype", [bool, jnp.int32, jnp.bfloat16])
 def test_the_dependency_may_have_any_dtype_and_rank(dtype):
     x = jnp.arange(3.0)
