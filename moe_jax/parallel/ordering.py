@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Shaped, UInt32
+from jaxtyping import Array, Shaped
 
 _Tree = TypeVar("_Tree")
 
@@ -37,20 +37,22 @@ def depend_on_all(x: Shaped[Array, "..."], dependencies: Iterable[Array], platfo
 def barrier_after(x: Shaped[Array, "..."], dependency: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     """Do the same as `depend_on`, for an array, where the compiler drops barriers. Neither array may be empty.
 
-    An element of `x` is written where it was read, at an index of 0 computed from `dependency`. It has to be in the
-    bounds of `x`: XLA joins a slice of a slice, and clamps their sum to the bounds of the outer array alone.
+    A 0 computed from an element of `dependency` is subtracted from an element of `x`. The sign of this zero does not
+    matter, nor does an infinity or NaN in `x`.
     """
-    zero = _zero(dependency)
-    if x.size == 1:  # XLA knows its only index. Subtracted, because -0.0 + 0.0 = 0.0.
-        return x - zero.astype(x.dtype)
-    index, element = (zero,) * x.ndim, (1,) * x.ndim
-    return jax.lax.dynamic_update_slice(x, jax.lax.dynamic_slice(x, index, element), index)
+    zero = _zero(dependency).reshape((1,) * x.ndim)
+    # One element in place: subtracting from all would be a pass over x. Subtracting, because -0.0 + 0.0 = 0.0.
+    changed = _first(x) - zero.astype(x.dtype)
+    return jax.lax.dynamic_update_slice(x, changed, (0,) * x.ndim)
 
 
-def _zero(x: jax.Array) -> UInt32[Array, ""]:
-    """Return 0, computed from an element of x; unsigned, because jax counts signed indices from the end.
+def _zero(x: jax.Array) -> jax.Array:
+    """Return 0, computed from an element of x.
 
     XLA folds products with 0 and comparisons of a value with itself, but it does not track ranges of values.
     """
-    first = jax.lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
-    return (first > 0).astype(jnp.uint32) >> 1
+    return (_first(x) > 0).astype(jnp.uint32) >> 1
+
+
+def _first(x: jax.Array) -> jax.Array:
+    return jax.lax.slice(x, (0,) * x.ndim, (1,) * x.ndim)
