@@ -811,8 +811,8 @@ MUTATIONS = (
     ),
     Mutation(
         "casts_in_products",
-        "step/scheduled/layer_loop.py",
-        "return cast_for_products(self.gathers[self.layout.place(0, block)[1]], weights)",
+        "step/scheduled/layer_loop_weights.py",
+        "return cast_for_products(self._gathers[self._layout.place_in_period(block)], weights)",
         "return weights",
         "a loop over blocks casts its weights in every product that reads them",
         ["tests/step/test_layer_loop.py", "-k", "casts"],

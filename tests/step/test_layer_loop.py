@@ -15,7 +15,7 @@ from moe_jax.config import ScheduleConfig
 from moe_jax.models.transformer import ComputeConfig
 from moe_jax.parallel.mesh import Axis
 from moe_jax.parallel.sharding import BATCH_SPEC
-from moe_jax.step.scheduled import layer_loop
+from moe_jax.step.scheduled import layer_loop_weights
 from moe_jax.step.scheduled.build import make_plan
 from moe_jax.step.scheduled.jaxpr_utils import communicates
 from moe_jax.step.scheduled.scan_residuals import ScanBody
@@ -185,7 +185,7 @@ def casts(program: Jaxpr) -> Iterator[tuple[int, ...]]:
 @pytest.mark.usefixtures("exact")
 def test_casts_of_weights_change_no_gradient(monkeypatch):
     """Those of a whole turn, on TPUs, and those inside products."""
-    of, cast = ComputeConfig.of, layer_loop.cast_for_products
+    of, cast = ComputeConfig.of, layer_loop_weights.cast_for_products
     monkeypatch.setattr(ComputeConfig, "of", lambda *given: dataclasses.replace(of(*given), platform="tpu"))
     config, called = config_of_settings(BFLOAT16 + "exchange.algorithm=flat"), []
     params, tokens = first_params(config.model), tokens_of(config)
@@ -194,10 +194,10 @@ def test_casts_of_weights_change_no_gradient(monkeypatch):
         called.append(given)
         return cast(*given)
 
-    monkeypatch.setattr(layer_loop, "cast_for_products", counted)
+    monkeypatch.setattr(layer_loop_weights, "cast_for_products", counted)
     once = sharded_gradients(config, params, tokens)
     assert called
-    monkeypatch.setattr(layer_loop, "cast_for_products", lambda _, weights: weights)
+    monkeypatch.setattr(layer_loop_weights, "cast_for_products", lambda _, weights: weights)
     chex.assert_trees_all_equal(once, sharded_gradients(config, params, tokens))
 
 

@@ -3,6 +3,7 @@
 With ZeRO, the stack only has this device's shard: the whole gradient waits in a separate array until it is summed.
 """
 
+import copy
 from typing import NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ from moe_jax.parallel.zero import ranks_of
 from moe_jax.schedule.scanned import ScannedBlocks
 
 Leaves = dict[int, dict[int, jax.Array]]  # by place in a period, then leaf number in the tree of a block
+GradientArrays = tuple[Leaves, Leaves]  # gradients, and whole gradients that wait for their sum
 
 
 class StackLayout(NamedTuple):
@@ -21,9 +23,18 @@ class StackLayout(NamedTuple):
     period: int  # blocks in a period
 
     @property
+    def blocks(self) -> range:
+        """The blocks of iteration 0."""
+        return range(self.scan_blocks.first, self.scan_blocks.first + self.scan_blocks.size)
+
+    @property
     def unroll(self) -> int:
         """Periods in one iteration."""
         return self.scan_blocks.size // self.period
+
+    def place_in_period(self, block: int) -> int:
+        """Return the place of a block in its period."""
+        return self.place(0, block)[1]
 
     def place(self, iteration: int | jax.Array, block: int) -> tuple[int | jax.Array, int]:
         """Return the period of a block, and its place in the period."""
@@ -65,13 +76,15 @@ class LoopGradients:
             }
 
     @property
-    def state(self) -> tuple[Leaves, Leaves]:
-        """All arrays, as the carry of a scan."""
+    def arrays(self) -> GradientArrays:
+        """All arrays, for the carry of a scan."""
         return self._sums, self._waiting
 
-    @state.setter
-    def state(self, state: tuple[Leaves, Leaves]) -> None:
-        self._sums, self._waiting = state
+    def with_arrays(self, arrays: GradientArrays) -> "LoopGradients":
+        """Return the same gradients with the arrays of a scan's carry."""
+        other = copy.copy(self)
+        other._sums, other._waiting = arrays
+        return other
 
     def tree(self) -> Tree:
         """Return the gradients in the layout of the parameters."""
