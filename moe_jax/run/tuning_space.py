@@ -184,8 +184,8 @@ def _largest_mb(config: Config, mesh: Mesh) -> float:
     If no gradients of blocks are reduced, it is that of the embedding or head. Raises ConfigError if none are reduced.
     """
     sizes = [
-        max((bucket.stop - bucket.start for bucket in group.chunks), default=0)
-        for group in reductions_of(config, mesh, None)
+        max((bucket.stop - bucket.start for bucket in owner.buckets), default=0)
+        for owner in reductions_of(config, mesh, None)
     ]
     largest = max(sizes[1:-1]) or max(sizes)
     if not largest:
@@ -204,7 +204,7 @@ def _bucket_caps(config: Config, mesh: Mesh) -> list[float]:
 
 
 def _buckets(config: Config, mesh: Mesh, bucket_cap_mb: float) -> tuple[tuple[Bucket, ...], ...]:
-    return tuple(group.chunks for group in reductions_of(config, mesh, bucket_cap_mb))
+    return tuple(owner.buckets for owner in reductions_of(config, mesh, bucket_cap_mb))
 
 
 def _algorithms(config: Config, mesh: Mesh) -> list[str]:

@@ -42,11 +42,11 @@ def test_chunks_reach_from_a_64th_of_the_largest_sum_of_a_block_to_all_of_it(tmp
     config = config_of(tmp_path, "bucket_cap_mb")
     mesh, choices = make_mesh(config.mesh), found(config)
     sizes = [float(size) for (size,) in choices.values]
-    cuts = {tuple(owner.chunks for owner in reductions_of(config, mesh, size)) for size in sizes}
+    cuts = {tuple(owner.buckets for owner in reductions_of(config, mesh, size)) for size in sizes}
     assert len(cuts) == len(sizes) > 12, "no two sizes cut alike"
     for size, parts in ((sizes[-1], 1), (sizes[0], 64)):
         blocks = reductions_of(config, mesh, size)[1:-1]
-        assert max(sum(chunk.group == 0 for chunk in block.chunks) for block in blocks) == pytest.approx(
+        assert max(sum(bucket.group == 0 for bucket in block.buckets) for block in blocks) == pytest.approx(
             parts, rel=0.05
         )
     assert choices.first == len(sizes) - 1, "null is all of it"

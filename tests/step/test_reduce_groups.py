@@ -1,4 +1,4 @@
-"""Gradients as vectors and chunks: nothing lost, nothing summed that no other device has."""
+"""Gradients in groups and buckets: nothing lost, nothing summed that no other device has."""
 
 import jax
 import jax.numpy as jnp
@@ -53,13 +53,13 @@ every_limit = pytest.mark.parametrize("bucket_cap_mb", [None, 0.5, 1.234, 50.0])
 
 @every_mesh
 @every_limit
-def test_chunks_cover_every_vector_once_and_in_order(mesh, bucket_cap_mb):
+def test_buckets_cover_every_group_once_and_in_order(mesh, bucket_cap_mb):
     reduction = reduction_of(mesh, bucket_cap_mb)
-    vectors = reduction.vectors_of(gradients())
-    chunks = [reduction.take(vectors, number)[0].ravel() for number in range(len(reduction.chunks))]
-    np.testing.assert_array_equal(np.concatenate(chunks), np.concatenate([vector.ravel() for vector in vectors]))
+    packed = reduction.pack(gradients())
+    buckets = [reduction.take(packed, number)[0].ravel() for number in range(len(reduction.buckets))]
+    np.testing.assert_array_equal(np.concatenate(buckets), np.concatenate([array.ravel() for array in packed]))
     if bucket_cap_mb is not None:
-        assert max(chunk.nbytes for chunk in chunks) <= bucket_cap_mb * 1e6
+        assert max(bucket.nbytes for bucket in buckets) <= bucket_cap_mb * 1e6
 
 
 @every_mesh
@@ -67,9 +67,9 @@ def test_chunks_cover_every_vector_once_and_in_order(mesh, bucket_cap_mb):
 def test_each_shared_gradient_takes_the_sum_of_its_own_elements(mesh, bucket_cap_mb):
     """Sums that are 3 times the gradient: they come back in place, and what no other device shares stays as it is."""
     reduction, grads = reduction_of(mesh, bucket_cap_mb), gradients()
-    vectors = reduction.vectors_of(grads)
-    sums = [3 * reduction.take(vectors, number)[0] for number in range(len(reduction.chunks))]
-    restored = reduction.restore(grads, sums)
+    packed = reduction.pack(grads)
+    sums = [3 * reduction.take(packed, number)[0] for number in range(len(reduction.buckets))]
+    restored = reduction.unpack(grads, sums)
     expert_factor = 3 if mesh["data"] > 1 else 1
     for name, grad in grads.items():
         factor = expert_factor if name == "experts" else 3
@@ -77,22 +77,22 @@ def test_each_shared_gradient_takes_the_sum_of_its_own_elements(mesh, bucket_cap
 
 
 @every_mesh
-def test_every_chunk_is_summed_over_the_axes_that_its_gradients_are_whole_on(mesh):
+def test_every_bucket_is_summed_over_the_axes_that_its_gradients_are_whole_on(mesh):
     reduction, grads = reduction_of(mesh, 1.0), gradients()
     numbered = dict(enumerate(jax.tree.leaves(SPECS)))
-    axes_of = {number: vector.over.others for vector in reduction.vectors for number in vector.leaves}
+    axes_of = {leaf: group.axes.others for group in reduction.groups for leaf in group.leaves}
     for number, spec in numbered.items():
         whole_on = {axis for axis in (Axis.DATA, Axis.EXPERT) if axis not in spec and mesh[axis] > 1}
         assert set(axes_of.get(number, ())) == whole_on, jax.tree.leaves(grads)[number].shape
-    for number, chunk in enumerate(reduction.chunks):
-        assert reduction.over(number) == reduction.vectors[chunk.group].over
+    for number, bucket in enumerate(reduction.buckets):
+        assert reduction.axes(number) == reduction.groups[bucket.group].axes
 
 
 @pytest.mark.parametrize("mesh", [MESHES["data 8"], MESHES["2 × 4"]], ids=["data 8", "2 × 4"])
 @pytest.mark.parametrize("bucket_cap_mb", [None, 0.02, 0.07, 0.5, 2.6, 10.0, 50.0])
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_each_rank_gets_its_own_shard_of_the_sum(mesh, bucket_cap_mb, dim):
-    """Each rank's part of 3 times every chunk: together they are its shards of 3 times the gradients."""
+    """Each rank's part of 3 times every bucket: together they are its shards of 3 times the gradients."""
     sizes = {"data": 1, "expert": 1, "tensor": 1, "context": 1} | mesh
     shape = tuple(64 if place == dim else size for place, size in enumerate((24, 40, 256)))
     grads = {"large": jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape), "norm": jnp.arange(64.0)}
@@ -101,16 +101,16 @@ def test_each_rank_gets_its_own_shard_of_the_sum(mesh, bucket_cap_mb, dim):
     shard_specs = shard_specs_of(shapes, specs, sizes)
     shard_specs["large"] = ShardSpec(dim, shard_specs["norm"].axes)
     reduction = Reduction.of(shapes, specs, shard_specs, sizes, bucket_cap_mb)
-    vectors = reduction.vectors_of(grads)
+    packed = reduction.pack(grads)
     for rank in range(8):
 
-        def part(chunk: int, rank: int = rank) -> jax.Array:
-            x, spec = reduction.take(vectors, chunk)
+        def part(bucket: int, rank: int = rank) -> jax.Array:
+            x, spec = reduction.take(packed, bucket)
             if bucket_cap_mb is not None:
                 assert x.nbytes <= bucket_cap_mb * 1e6
             return 3 * (x[rank] if spec is None else own_shard(x, spec.dim, rank))
 
-        restored = reduction.restore(grads, [part(chunk) for chunk in range(len(reduction.chunks))])
+        restored = reduction.unpack(grads, [part(bucket) for bucket in range(len(reduction.buckets))])
         np.testing.assert_array_equal(restored["large"], 3 * own_shard(grads["large"], dim, rank))
         np.testing.assert_array_equal(restored["norm"], 3 * own_shard(grads["norm"], 0, rank))
 
@@ -129,11 +129,11 @@ def own_shard(x: jax.Array, dim: int, rank: int) -> jax.Array:
     ],
 )
 def test_a_large_gradient_keeps_its_shape(dim, bucket_cap_mb, taken):
-    """Flat vectors would cost compilers of TPUs two copies of each chunk, and padding."""
+    """Flat arrays would cost compilers of TPUs two copies of each bucket, and padding."""
     shapes = {"up": jax.ShapeDtypeStruct((96, 64, 256), jnp.float32)}
     specs, sizes = {"up": PartitionSpec()}, {"data": 8, "expert": 1, "tensor": 1, "context": 1}
     reduction = Reduction.of(shapes, specs, {"up": ShardSpec(dim, (Axis.DATA,))}, sizes, bucket_cap_mb)
-    x, spec = reduction.take(reduction.vectors_of({"up": jnp.zeros((96, 64, 256))}), 0)
+    x, spec = reduction.take(reduction.pack({"up": jnp.zeros((96, 64, 256))}), 0)
     assert x.shape == taken
     assert spec is not None
 
@@ -145,8 +145,8 @@ def test_slices_of_tpus_have_a_power_of_two_of_rows(powers_of_two, rows):
     specs, sizes = {"head": PartitionSpec()}, {"data": 2, "expert": 4, "tensor": 1, "context": 1}
     spec = {"head": ShardSpec(0, (Axis.DATA, Axis.EXPERT))}
     reduction = Reduction.of(shapes, specs, spec, sizes, 200, powers_of_two)
-    vectors = reduction.vectors_of({"head": jax.ShapeDtypeStruct((2048, 50304), jnp.float32)})
-    taken = [jax.eval_shape(lambda x, n=n: reduction.take([x], n)[0], *vectors) for n in range(len(reduction.chunks))]
+    packed = reduction.pack({"head": jax.ShapeDtypeStruct((2048, 50304), jnp.float32)})
+    taken = [jax.eval_shape(lambda x, n=n: reduction.take([x], n)[0], *packed) for n in range(len(reduction.buckets))]
     assert [x.shape for x in taken] == [(8, each, 50304) for each in rows]
 
 
@@ -167,9 +167,9 @@ def test_a_step_sums_large_gradients_in_their_shape(settings, bucket_cap_mb, mon
 
 def test_a_single_device_sums_nothing():
     reduction, grads = reduction_of({}, None), gradients()
-    assert reduction.vectors == ()
-    assert reduction.chunks == ()
-    restored = reduction.restore(grads, [])
+    assert reduction.groups == ()
+    assert reduction.buckets == ()
+    restored = reduction.unpack(grads, [])
     assert jax.tree.all(jax.tree.map(lambda x, y: x is y, restored, grads))
 
 
@@ -184,5 +184,5 @@ def test_a_single_device_sums_nothing():
 def test_small_gradients_travel_together(mesh, expected):
     """One sum for all norms and scales of a block, not one each: starting a collective costs time. It is the last."""
     paths = [path for path, _ in jax.tree.leaves_with_path(SHAPES, is_leaf=is_shape)]
-    vectors = reduction_of(MESHES[mesh], None).vectors
-    assert [[paths[number][-1].key for number in vector.leaves] for vector in vectors] == expected
+    groups = reduction_of(MESHES[mesh], None).groups
+    assert [[paths[leaf][-1].key for leaf in group.leaves] for group in groups] == expected

@@ -48,7 +48,7 @@ class ScheduledPlan:
     def without_reductions(self) -> "ScheduledPlan":
         """Return the same plan without gradient sums: gradients stay local to each device."""
         actions = tuple(action for action in self.schedule.actions if not is_reduction(action))
-        nothing = dataclasses.replace(self.reductions[0], vectors=(), chunks=())
+        nothing = dataclasses.replace(self.reductions[0], groups=(), buckets=())
         return ScheduledPlan(
             dataclasses.replace(self.schedule, actions=actions),
             (nothing,) * len(self.reductions),
@@ -65,7 +65,7 @@ def make_plan(config: Config, mesh: Mesh) -> ScheduledPlan:
     settings, compute = config.schedule, ComputeConfig.of(config, mesh)
     platform = compute.platform
     reductions = reductions_of(config, mesh, settings.bucket_cap_mb if settings.grad_reduce == "bucketed" else None)
-    shape = step_shape(config, mesh.shape, [len(reduction.chunks) for reduction in reductions])
+    shape = step_shape(config, mesh.shape, [len(reduction.buckets) for reduction in reductions])
     sent = [reduction.sent_bytes(mesh.shape) for reduction in reductions]
     gathered = gathered_bytes(config, mesh.shape)
     times = order_times(config, mesh.shape, platform, sent, measured_times(config), gathered)

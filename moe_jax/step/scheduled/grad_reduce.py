@@ -18,7 +18,7 @@ from moe_jax.parallel.trees import Tree
 from moe_jax.parallel.zero import ShardSpec
 from moe_jax.schedule.actions import NO_BLOCK, Action
 from moe_jax.step.scheduled.executor import Tasks
-from moe_jax.step.scheduled.reduce_groups import ReduceGroup, Reduction
+from moe_jax.step.scheduled.reduce_groups import ReduceAxes, Reduction
 
 _SMALL = 2**16  # elements of a sum that XLA:TPU runs on the TensorCore, where it is synchronous
 
@@ -34,7 +34,7 @@ class GradientReducer:
         self.model = tasks.dims.config.model
         self.loop_gradients: dict[int, Tree] = {}  # gradients of owners whose tasks ran in another scan iteration
         self.loop_stats: dict[int, RouterStats] = {}  # statistics of all blocks of a scan, by its first block
-        self.vectors: dict[int, list[jax.Array]] = {}
+        self.packed: dict[int, list[jax.Array]] = {}  # arrays of each owner's groups of gradients
         self.name = tasks.dims.config.exchange.reduction
         self.in_flight: dict[int, list[StartedSum]] = {}
         self.counts: StartedSum | None = None  # token counts of all routers, in flight
@@ -42,7 +42,7 @@ class GradientReducer:
     @classmethod
     def of_device(cls, tasks: Tasks) -> "GradientReducer":
         """Return one that collects a device's own gradients and sums nothing over devices."""
-        nothing = Reduction(vectors=(), shard_specs=(), chunks=())
+        nothing = Reduction(groups=(), shard_specs=(), buckets=())
         return cls((nothing,) * (len(tasks.dims.shape.kinds) + 2), tasks, None)
 
     def run(self, action: Action) -> None:
@@ -52,20 +52,24 @@ class GradientReducer:
             return
         owner = {"embed": 0, "head": len(self.reductions) - 1}.get(action.op, action.block + 1)
         reduction = self.reductions[owner]
-        if owner not in self.vectors:
-            self.vectors[owner] = reduction.vectors_of(self.own(owner))
-        chunk, spec = reduction.take(self.vectors[owner], action.part)
-        self.in_flight.setdefault(owner, []).append(self._chunk(chunk, spec, reduction.over(action.part)))
+        if owner not in self.packed:
+            self.packed[owner] = reduction.pack(self.own(owner))
+        bucket, spec = reduction.take(self.packed[owner], action.part)
+        self.in_flight.setdefault(owner, []).append(self._start(bucket, spec, reduction.axes(action.part)))
 
-    def _chunk(self, x: jax.Array, spec: ShardSpec | None, over: ReduceGroup) -> StartedSum:
+    def _start(self, bucket: jax.Array, spec: ShardSpec | None, axes: ReduceAxes) -> StartedSum:
+        """Start to reduce a bucket: scatter its sum over some axes, then sum what each rank has over the others.
+
+        `spec`: how the sum of a bucket in its own shape is sharded; None: the bucket is flat.
+        """
         whole, platform = sum_in_shape(self.name), self.tasks.dims.compute.platform
-        if not over.scattered:
-            return self._started(whole, x, over.others)
+        if not axes.scattered:
+            return self._started(whole, bucket, axes.others)
         scatter = scatter_of(self.name, platform) if spec is None else scatter_in_shape(self.name, platform, spec)
-        scattered = self._started(scatter, x, over.scattered)
-        if not over.others:
+        scattered = self._started(scatter, bucket, axes.scattered)
+        if not axes.others:
             return scattered
-        return self._started(whole, scatter.finish(scattered.in_flight), over.others)
+        return self._started(whole, scatter.finish(scattered.in_flight), axes.others)
 
     def _count(self) -> None:
         stats = self.stats()
@@ -144,8 +148,8 @@ class GradientReducer:
         """Return an owner's gradients, summed over devices as far as its reductions have run; sharded ones are this
         device's shard.
         """
-        chunks = [self._arrived(chunk) for chunk in self.in_flight.get(owner, [])]
-        return self.reductions[owner].restore(self.own(owner), chunks)
+        sums = [self._arrived(bucket) for bucket in self.in_flight.get(owner, [])]
+        return self.reductions[owner].unpack(self.own(owner), sums)
 
     def _started(self, impl: ReduceImpl, x: jax.Array, axes: tuple[Axis, ...]) -> StartedSum:
         """Start a sum in the order of the schedule."""
