@@ -42,13 +42,13 @@ def test_where_tpus_gather_weights_compute_waits_for_earlier_collectives(platfor
     assert [names.count("sin") for names in needed] == collectives
 
 
-def test_gathers_with_links_of_their_own_run_beside_two_compute_tasks():
+def test_gathers_between_nodes_overlap_with_two_compute_tasks():
     """An exchange waits for no gather, a gather for the compute task before it and the gather before it, and a compute
     task for what was issued before the task before the previous one. XLA:GPU would place gathers next to each other.
     """
 
     def step(shards: list[jax.Array], rows: list[jax.Array], computed: list[jax.Array]) -> list[list[jax.Array]]:
-        order, gathered, sent, results = IssueOrder("gpu", gathers=True, links_apart=True), [], [], []
+        order, gathered, sent, results = IssueOrder("gpu", gathers=True, uses_network=True), [], [], []
         for shard, row, y in zip(shards, rows, computed, strict=True):
             gathered.append(jnp.tan(order.after_gather(shard)))
             order.record_gather(gathered[-1])

@@ -58,10 +58,10 @@ def test_gathers_and_sums_with_links_of_their_own_change_no_number(monkeypatch):
     """Those of loops on GPUs in several nodes, which wait for compute tasks, and which compute tasks wait for."""
     config = with_zero(small_config(2, 2, schedule={**UNIFIED, **CHUNKED}, batch_size=8, **LOOPED), 3)
     expected, records = run_steps(config)
-    of, after_beside, asked = ComputeConfig.of, IssueOrder.after_beside, []
+    of, after_network, asked = ComputeConfig.of, IssueOrder.after_network, []
     inside = {"platform": "gpu", "exchanges_inside_nodes": True}
     monkeypatch.setattr(ComputeConfig, "of", lambda *given: dataclasses.replace(of(*given), **inside))
-    monkeypatch.setattr(IssueOrder, "after_beside", lambda *given: asked.append(given) or after_beside(*given))
+    monkeypatch.setattr(IssueOrder, "after_network", lambda *given: asked.append(given) or after_network(*given))
     state, own_records = run_steps(config)
     assert asked
     np.testing.assert_allclose([r["loss"] for r in own_records], [r["loss"] for r in records], rtol=1e-6)

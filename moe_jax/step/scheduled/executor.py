@@ -91,9 +91,8 @@ class Tasks:
         self.share: Callable[[int], jax.Array]  # block → each expert's share of the block's (token, choice) pairs
         self.heads = HeadTasks(dims, self.ends, self.tokens, self.mtp, self.pullbacks)
         in_loop = tokens is None and dims.first_block is None
-        self.order = IssueOrder(
-            dims.compute.platform, gathering is not None, in_loop and dims.compute.exchanges_inside_nodes
-        )
+        uses_network = in_loop and dims.compute.exchanges_inside_nodes
+        self.order = IssueOrder(dims.compute.platform, gathering is not None, uses_network)
         self.transfers = RowTransfers(dims, self.pullbacks, self.lane_overflow)
         self.hot = HotCopies(dims, self.pullbacks, consts.blocks)
         self.gathering = gathering

@@ -154,9 +154,9 @@ class GradientReducer:
     def _started(self, impl: ReduceImpl, x: jax.Array, axes: tuple[Axis, ...]) -> StartedSum:
         """Start a sum in the order of the schedule."""
         order = self.tasks.order
-        if order.links_apart:
-            in_flight = impl.start(order.after_beside(x), axes)
-            order.record_beside(in_flight[-1])
+        if order.uses_network:
+            in_flight = impl.start(order.after_network(x), axes)
+            order.record_network(in_flight[-1])
             return StartedSum(impl, in_flight)
         if self.tasks.dims.compute.platform == "gpu" and jax.lax.axis_size(Axis.DATA) > 1:
             # Data ranks may be in other nodes, and sums over them take longer than all compute. Issued in order, they

@@ -1,5 +1,14 @@
-"""Enforce the order of a schedule in a compiled program: compute tasks after compute tasks, collectives after
-collectives.
+"""Enforce the order of a schedule in a compiled program.
+
+Compilers may run independent operations in any order. So each task gets a dependency on the task before it on its
+queue: `after_*` adds it to the input of a task, and `record_*` notes the result for the next one.
+
+| queue | tasks |
+|---|---|
+| compute | compute tasks, and starts of collectives that end in another task (`only_starts`) |
+| comm | exchanges, and all other collectives that use the same links |
+| network | gathers and sums between nodes, where exchanges stay inside nodes (`uses_network`) |
+| tensor | gathers and sums of rows over tensor ranks; on CPUs they are on comm |
 """
 
 from collections import deque
@@ -9,46 +18,59 @@ import jax.numpy as jnp
 
 from moe_jax.parallel.ordering import depend_on
 
-_TASKS_TO_HIDE = 2  # compute tasks that a collective may run beside
+_TASKS_TO_HIDE = 2  # compute tasks that a bounded collective may overlap with
 
 
 class IssueOrder:
-    """Adds a dependency from each task to the previous one on its stream."""
+    """The order of the tasks of a step, or of one iteration of a loop over blocks.
 
-    def __init__(self, platform: str, gathers: bool = False, links_apart: bool = False):
-        """`gathers`: the weights of blocks are gathered by tasks. `links_apart`: on GPUs, gathers and sums use other
-        links than exchanges.
+    Some collectives are *bounded*: a compute task waits for those that were issued before the task before the previous
+    one, although it does not need them. If TPUs gather weights, these are the exchanges and sums: XLA:TPU starts
+    collectives as late as possible, one at a time, and those that nothing in a loop's iteration reads would all be at
+    its end. Gathers are there: the memory is in use until then. With `uses_network` they are the gathers and sums,
+    which XLA:GPU would place anywhere in an iteration, next to each other.
+    """
+
+    def __init__(self, platform: str, gathers: bool = False, uses_network: bool = False):
+        """`gathers`: the weights of blocks are gathered by tasks. `uses_network`: on GPUs, gathers and sums are between
+        nodes, and exchanges inside them.
         """
-        self._platform, self._awaits_comm, self.links_apart = platform, gathers and platform == "tpu", links_apart
-        self._last_compute: jax.Array | None = None  # result of the previous compute task
-        self._last_comm: jax.Array | None = None  # result of the previous collective
-        self._last_beside: jax.Array | None = None  # the same of gathers and sums on links of their own
-        self._last_over_tensor: jax.Array | None = None  # the same of gathers and sums of rows over tensor ranks
-        # result of the last collective that later compute tasks wait for: on TPUs of all but gathers of parameters
-        self._last_awaited: jax.Array | None = None
-        # the same before each of the latest compute tasks
-        self._comm_before: deque[jax.Array | None] = deque(maxlen=_TASKS_TO_HIDE)
+        self._platform, self._bounds_comm, self.uses_network = platform, gathers and platform == "tpu", uses_network
+        # the result of the last task on each queue
+        self._last_compute: jax.Array | None = None
+        self._last_comm: jax.Array | None = None
+        self._last_network: jax.Array | None = None
+        self._last_over_tensor: jax.Array | None = None
+        self._last_bounded: jax.Array | None = None  # of the last bounded collective, on comm or network
+        # the same when each of the latest compute tasks was recorded: the next task waits for the first
+        self._bounded_before: deque[jax.Array | None] = deque(maxlen=_TASKS_TO_HIDE)
+
+    def after(self, x: jax.Array, earlier: jax.Array | None) -> jax.Array:
+        """Return `x` unchanged, but only available after `earlier` exists; arrays without elements are ignored."""
+        return x if earlier is None or not x.size or not earlier.size else depend_on(x, earlier, self._platform)
+
+    # compute
 
     def after_compute(self, x: jax.Array) -> jax.Array:
-        """Return `x`, the input of a compute task, ordered after the previous compute task.
-
-        If TPUs gather weights, also after the exchanges and sums that were issued before the task before that one:
-        XLA:TPU starts collectives as late as possible, one at a time, and those that nothing in a loop's iteration
-        reads would all be at its end. Gathers are there: the memory is in use until then. On GPUs with `links_apart`,
-        the same holds for gathers and sums, which XLA:GPU would place anywhere in an iteration, next to each other.
-        """
+        """Return `x`, the input of a compute task, ordered after the previous one and after bounded collectives."""
         x = self.after(x, self._last_compute)
-        return self.after(x, self._comm_before[0]) if self._comm_before else x
+        return self.after(x, self._bounded_before[0]) if self._bounded_before else x
 
     def record_compute(self, result: jax.Array, *others: jax.Array) -> None:
         """Record the result of a compute task; a result without elements is ignored, since nothing can depend on it.
 
-        With `links_apart` the next task waits for `others`, too: what is left of a task cannot hide what follows.
+        With `uses_network` the next task waits for `others`, too: what is left of a task cannot hide what follows.
         """
-        for other in others if self.links_apart else ():
+        for other in others if self.uses_network else ():
             result = self.after(result, other)
         self._last_compute = result if result.size else self._last_compute
-        self._comm_before.append(self._last_awaited)
+        self._bounded_before.append(self._last_bounded)
+
+    def arrived_late(self, result: jax.Array) -> jax.Array:
+        """Return the result of a sum, on CPUs read after the compute tasks so far, so that these do not wait for it."""
+        return self.after_compute(result) if self._platform == "cpu" else result
+
+    # comm
 
     def after_comm(self, x: jax.Array, only_starts: bool = False) -> jax.Array:
         """Return `x`, the input of a collective, ordered after the previous collective.
@@ -58,26 +80,40 @@ class IssueOrder:
         x = self.after(x, self._last_comm)
         return self.after_compute(x) if only_starts else x
 
-    def after_beside(self, x: jax.Array) -> jax.Array:
-        """Return `x`, the input of a gather or sum on links of its own, ordered after the previous one and after the
-        previous compute task. Exchanges do not wait for it.
-        """
-        return self.after(self.after(x, self._last_compute), self._last_beside)
+    def record_comm(self, result: jax.Array, only_starts: bool = False, is_bounded: bool = True) -> None:
+        """Record the result of a collective, or of its start.
 
-    def record_beside(self, result: jax.Array) -> None:
-        """Record the result of a gather or sum on links of its own."""
-        self._last_beside = self._last_awaited = result
+        `is_bounded`: this one is bounded where collectives of this queue are.
+        """
+        self._last_comm = result
+        self._last_bounded = result if is_bounded and self._bounds_comm else self._last_bounded
+        if only_starts:
+            self._last_compute = result
+
+    # network
+
+    def after_network(self, x: jax.Array) -> jax.Array:
+        """Return `x`, the input of a gather or sum between nodes, ordered after the previous one and after the previous
+        compute task. Exchanges do not wait for it.
+        """
+        return self.after(self.after(x, self._last_compute), self._last_network)
+
+    def record_network(self, result: jax.Array) -> None:
+        """Record the result of a gather or sum between nodes."""
+        self._last_network = self._last_bounded = result
 
     def after_gather(self, x: jax.Array) -> jax.Array:
         """Return `x`, the input of a gather of parameters, ordered after the previous collective on its links."""
-        return self.after_beside(x) if self.links_apart else self.after_comm(x)
+        return self.after_network(x) if self.uses_network else self.after_comm(x)
 
     def record_gather(self, result: jax.Array) -> None:
         """Record the result of a gather of parameters."""
-        if self.links_apart:
-            self.record_beside(result)
+        if self.uses_network:
+            self.record_network(result)
         else:
-            self.record_comm(result, is_awaited=False)
+            self.record_comm(result, is_bounded=False)
+
+    # tensor
 
     def after_over_tensor(self, x: jax.Array) -> jax.Array:
         """Return `x`, the input of a gather or sum over tensor ranks, ordered after the previous one.
@@ -94,19 +130,7 @@ class IssueOrder:
             self.record_comm(result)
         self._last_over_tensor = result
 
-    def record_comm(self, result: jax.Array, only_starts: bool = False, is_awaited: bool = True) -> None:
-        """Record the result of a collective, or of its start.
-
-        `is_awaited`: later compute tasks wait for it, although they do not need it (see `after_compute`).
-        """
-        self._last_comm = result
-        self._last_awaited = result if is_awaited and self._awaits_comm else self._last_awaited
-        if only_starts:
-            self._last_compute = result
-
-    def arrived_late(self, result: jax.Array) -> jax.Array:
-        """Return the result of a sum, on CPUs read after the compute tasks so far, so that these do not wait for it."""
-        return self.after_compute(result) if self._platform == "cpu" else result
+    # loops
 
     def into_loop(self, number_n: jax.Array) -> jax.Array:
         """Return the iteration numbers of a loop, ordered after the previous collective and the previous compute task.
@@ -128,7 +152,3 @@ class IssueOrder:
     def out_of_loop(self, end_n: jax.Array | None) -> None:
         """Record the end of a loop: the next collective starts after it."""
         self._last_comm = self._last_comm if end_n is None else end_n
-
-    def after(self, x: jax.Array, earlier: jax.Array | None) -> jax.Array:
-        """Return `x` unchanged, but only available after `earlier` exists; arrays without elements are ignored."""
-        return x if earlier is None or not x.size or not earlier.size else depend_on(x, earlier, self._platform)

@@ -146,7 +146,7 @@ def _gathered(gathers: Sequence[ParamGather], shards: Sequence[jax.Array], order
         sent = gather_flat(gathers, order.after_gather(flat_shards(gathers, shards)))
         whole = from_flat(gathers, sent, shapes)
     # outside of loops nothing waits until arrays have their own types and shapes
-    order.record_gather(whole[0] if order.links_apart else sent)
+    order.record_gather(whole[0] if order.uses_network else sent)
     return lambda: whole
 
 
