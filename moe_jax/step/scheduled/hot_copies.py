@@ -9,6 +9,8 @@ the last exchange of a block's backward pass, or after its last W task, and thei
 Microbatches have index r.
 """
 
+from collections import defaultdict
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
@@ -30,40 +32,57 @@ _COPIES, _OWNERS = "copies", "owners"  # ops of pullbacks
 Pass = Literal["F", "B"]
 
 
+@dataclass
+class _BlockCopies:
+    """The copies of one block's experts: their weights, and their gradients."""
+
+    sent: dict[Pass, Any] = field(default_factory=dict)  # weights in flight for each pass: a tree of sums
+    weights: dict[Pass, Tree] = field(default_factory=dict)  # those that have arrived
+    num_done: int = 0  # microbatches whose gradients are complete
+    gradient_sums: Any = None  # in flight: a tree of sums
+
+
 class HotCopies:
     """The copies of a step's blocks, and what their rows have become. Without copies, its methods do nothing.
 
-    `blocks` are weights by block number, as far as they are here.
+    `weights` are those of blocks by number, as far as they are here.
     """
 
-    def __init__(self, dims: StepDims, pullbacks: Pullbacks, blocks: dict[int, Tree]):
-        self._dims, self._pullbacks, self._blocks = dims, pullbacks, blocks
-        self._most = dims.compute.hot_experts
-        self._again = dims.compute.remat != "none"  # whether copies are sent again for the backward pass
-        self._position: dict[int, jax.Array] = {}  # of copied experts, by block
-        self._sent: dict[tuple[Pass, int], Any] = {}  # copies that have been sent, by pass and block: a tree of sums
-        self._arrived_copies: dict[tuple[Pass, int], Tree] = {}
-        self._rows: dict[int, ExpertRows] = {}  # by microbatch: for copies
-        self.returned: dict[int, jax.Array] = {}  # from copies
-        self.d_returned: dict[int, jax.Array] = {}  # cotangents of `returned`
+    def __init__(self, dims: StepDims, pullbacks: Pullbacks, weights: dict[int, Tree]):
+        self._dims, self._pullbacks, self._weights = dims, pullbacks, weights
+        self._num_copies = dims.compute.hot_experts
+        self._sends_again = dims.compute.remat != "none"  # whether copies are sent again for the backward pass
+        self._blocks: defaultdict[int, _BlockCopies] = defaultdict(_BlockCopies)
+        # by microbatch: its rows for copies, what copies return for them, and the cotangents of both
+        self._rows: dict[int, ExpertRows] = {}
+        self.returned: dict[int, jax.Array] = {}
+        self.d_returned: dict[int, jax.Array] = {}
         self._d_rows: dict[int, jax.Array] = {}
-        self._num_done: dict[int, int] = {}  # microbatches whose gradients are complete, by block
-        self._sums: dict[int, Any] = {}  # of gradients, by block: a tree of sums
+
+    def _position_K(self, block: int) -> jax.Array | None:
+        """Return the positions of a block's copied experts; None if they are not chosen, or not needed any more."""
+        kept = self._pullbacks.stored.get((_OWNERS, block, 0))
+        return None if kept is None else kept()
+
+    def _microbatch(self, p: int) -> int | None:
+        """Return the microbatch whose last piece is p; None for other pieces, and without copies."""
+        return self._dims.microbatch_ended_by(p) if self._num_copies else None
 
     # forward
 
     def context(self, context: RouterContext, block: int, order: IssueOrder) -> RouterContext:
         """Return the context of a router that leaves out rows of copies."""
-        if not self._most:
+        if not self._num_copies:
             return context
-        if block in self._position:
-            return context._replace(choose_hot=lambda _: self._position[block])
+        position_K = self._position_K(block)
+        if position_K is not None:
+            return context._replace(choose_hot=lambda _: position_K)
         # other compilers order the collectives of a program
         on_cpu = self._dims.compute.platform == "cpu"
 
         def choose(count_S: jax.Array) -> jax.Array:
             count_S = order.after_comm(count_S) if on_cpu else count_S
-            return hottest(count_S, self._most, self._dims.compute.expert_axis)
+            return hottest(count_S, self._num_copies, self._dims.compute.expert_axis)
 
         return context._replace(choose_hot=choose)
 
@@ -72,42 +91,43 @@ class HotCopies:
         if hot is None:
             return
         self._rows[r] = hot.rows
-        if block in self._position:
+        if self._position_K(block) is not None:
             return
-        self._position[block] = hot.position_K
         self._pullbacks.stored[_OWNERS, block, 0] = Partial(_positions, hot.position_K)
         if self._dims.compute.platform == "cpu":
             order.record_comm(hot.position_K)
 
-    def send(self, of: Pass, block: int, order: IssueOrder) -> None:
+    def send(self, direction: Pass, block: int, order: IssueOrder) -> None:
         """Send the weights of a block's copies for a pass, once they are here and its copies are chosen."""
-        chosen = self._pullbacks.stored.get((_OWNERS, block, 0)) if of == "F" or self._again else None
-        experts = self._blocks.get(block, {}).get("moe", {}).get("experts")
-        if chosen is None or (of, block) in self._sent or experts is None:
+        position_K = self._position_K(block) if direction == "F" or self._sends_again else None
+        experts = self._weights.get(block, {}).get("moe", {}).get("experts")
+        if position_K is None or experts is None or direction in self._blocks[block].sent:
             return
         with jax.named_scope("copy_hot_experts"):
-            parts = parts_of_copies(experts, chosen(), self._dims.compute.expert_axis, self._dims.compute.dtype)
-            self._sent[of, block] = self._started(parts, order)
+            parts = parts_of_copies(experts, position_K, self._dims.compute.expert_axis, self._dims.compute.dtype)
+            self._blocks[block].sent[direction] = self._start_sums(parts, order)
 
-    def _copies(self, of: Pass, block: int, order: IssueOrder) -> Tree:
-        self.send(of, block, order)  # unless that was possible earlier
-        if (of, block) not in self._arrived_copies:
-            self._arrived_copies[of, block] = self._arrived(self._sent[of, block], order)
-        return self._arrived_copies[of, block]
+    def _weights_of_copies(self, direction: Pass, block: int, order: IssueOrder) -> Tree:
+        """Wait for the weights of a block's copies, which are sent here unless that was possible earlier."""
+        self.send(direction, block, order)
+        copies = self._blocks[block]
+        if direction not in copies.weights:
+            copies.weights[direction] = self._finish_sums(copies.sent[direction], order)
+        return copies.weights[direction]
 
     def compute(self, block: int, p: int, returned: jax.Array, order: IssueOrder) -> None:
         """Compute the rows for copies of the microbatch whose last piece is p; `returned` are the piece's outputs."""
-        r = self._dims.microbatch_ended_by(p)
-        if not self._most or r is None:
+        r = self._microbatch(p)
+        if r is None:
             return
-        copies = self._copies("F", block, order)
+        copies = self._weights_of_copies("F", block, order)
         moe, at_once = self._dims.config.model.moe, returned.shape[0] * returned.shape[1]
-        local = len(jax.tree.leaves(self._blocks[block]["moe"]["experts"])[0])
+        local = len(jax.tree.leaves(self._weights[block]["moe"]["experts"])[0])
         run = run_copies(moe, self._dims.compute.product, at_once, local)
         rows = self._rows.pop(r)
         rows = rows._replace(rows=order.after_compute(rows.rows))
         pullbacks = self._pullbacks
-        differentiate = pullbacks.differentiate_sent_again if self._again else pullbacks.differentiate
+        differentiate = pullbacks.differentiate_sent_again if self._sends_again else pullbacks.differentiate
         self.returned[r] = differentiate((_COPIES, block, r), run, copies, rows)
         order.record_compute(self.returned[r])
 
@@ -115,30 +135,30 @@ class HotCopies:
 
     def backward(self, block: int, p: int, order: IssueOrder) -> None:
         """Compute the cotangents of the rows that `compute` did with this piece."""
-        r = self._dims.microbatch_ended_by(p)
-        if not self._most or r is None:
+        r = self._microbatch(p)
+        if r is None:
             return
         cotangent = order.after_compute(self.d_returned.pop(r))
-        if self._again:
-            self._pullbacks.give_weights((_COPIES, block, r), self._copies("B", block, order))
+        if self._sends_again:
+            self._pullbacks.give_weights((_COPIES, block, r), self._weights_of_copies("B", block, order))
         (self._d_rows[r],) = self._pullbacks.pull((_COPIES, block, r), [cotangent])
         order.record_compute(self._d_rows[r])
         if not self._dims.shape.split_weight_grad:
-            self._num_done[block] = self._num_done.get(block, 0) + 1
+            self._blocks[block].num_done += 1
 
     def d_rows(self, r: int) -> list[jax.Array]:
         """Return the cotangents of the rows of a microbatch for copies."""
-        return [self._d_rows.pop(r)] if self._most else []
+        return [self._d_rows.pop(r)] if self._num_copies else []
 
     def weights(self, block: int, p: int, order: IssueOrder) -> None:
         """Compute the weight gradients of the rows that `compute` did with this piece."""
-        r = self._dims.microbatch_ended_by(p)
-        if not self._most or r is None:
+        r = self._microbatch(p)
+        if r is None:
             return
         gradient = self._pullbacks.waiting.pop((_COPIES, block, r)).weights(order.after_compute)
         order.record_compute(*jax.tree.leaves(gradient))
         self._pullbacks.add((_COPIES, block), gradient)
-        self._num_done[block] = self._num_done.get(block, 0) + 1
+        self._blocks[block].num_done += 1
 
     def positions(self) -> dict[TaskKey, Any]:
         """What W tasks in another trace need besides their pullbacks: entries of `Pullbacks.stored`."""
@@ -146,25 +166,24 @@ class HotCopies:
 
     def sum(self, block: int, order: IssueOrder) -> None:
         """Sum the gradients of a block's copies over their ranks, as soon as those of all microbatches exist."""
-        if self._num_done.get(block) != self._dims.microbatches or block in self._sums:
-            return
-        with jax.named_scope("sum_hot_experts"):
-            self._sums[block] = self._started(self._pullbacks.grads.pop((_COPIES, block)), order)
+        copies = self._blocks[block]
+        if copies.num_done == self._dims.microbatches and copies.gradient_sums is None:
+            with jax.named_scope("sum_hot_experts"):
+                copies.gradient_sums = self._start_sums(self._pullbacks.grads.pop((_COPIES, block)), order)
 
     def add_to_owners(self, block: int, experts: Tree, order: IssueOrder) -> Tree:
         """Return the gradients of a block's experts with those of their copies, once all of them exist."""
         self.sum(block, order)
-        if block not in self._sums:
+        if self._blocks[block].gradient_sums is None:
             return experts
-        del self._num_done[block]
-        summed = self._arrived(self._sums.pop(block), order)
+        summed = self._finish_sums(self._blocks.pop(block).gradient_sums, order)
         position_K = self._pullbacks.stored.pop((_OWNERS, block, 0))()
         total = add_to_owners(experts, summed, position_K, self._dims.compute.expert_axis)
         self._pullbacks.grads["expert", block] = total
         return total
 
-    def _started(self, tree: Tree, order: IssueOrder) -> Any:
-        """Start the sums over the ranks of experts, one after another: a tree of them."""
+    def _start_sums(self, tree: Tree, order: IssueOrder) -> Any:
+        """Start the sums of a tree's arrays over the ranks of experts, one after another: a tree of `StartedSum`."""
         name, axis = self._dims.config.exchange.reduction, self._dims.compute.expert_axis
         # other ways to sum are for large arrays
         impl = sum_in_shape(name if REDUCTIONS[name].only_starts else "all_reduce")
@@ -176,7 +195,7 @@ class HotCopies:
 
         return jax.tree.map(start, tree)
 
-    def _arrived(self, sums: Any, order: IssueOrder) -> Tree:
+    def _finish_sums(self, sums: Any, order: IssueOrder) -> Tree:
         return jax.tree.map(
             lambda each: each.arrive(order.arrived_late), sums, is_leaf=lambda each: isinstance(each, StartedSum)
         )
