@@ -129,12 +129,12 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
             step += 1
             if capacities.begins(step):
                 with meter.paused():
-                    tuning.step, callbacks.evaluate = capacities.programs()
-            tuning.step = guided.program_of(step) or tuning.step
+                    program, callbacks.evaluate = capacities.programs()
+            program = guided.program_of(step) or program
             tracing.begin(step, meter)
             goodput.step(step)
             with StepTraceAnnotation("train", step_num=step):
-                state, metrics = tuning.step(state, *inputs)
+                state, metrics = program(state, *inputs)
             metrics = run.routing.take(step, metrics)
             meter.add(step, metrics, timed=step not in tracing.steps and not guided.is_tracing)
             if step == run.first_step + 2:  # the first step is recorded by now
@@ -142,9 +142,9 @@ def _train(config: Config, stop: StopRequest, check_lock: Callable[[], None], fa
                 if not gc.isenabled():  # the command disables garbage collection at startup
                     gc.freeze()
                     gc.enable()
-            tracing.end(step, tuning.step, meter)
+            tracing.end(step, program, meter)
             report_progress(step - 1)
-            tuning.step_started(step)
+            program = tuning.after_step(step) or program
             state = rebalancer.after_step(step, state)
             callbacks.replicate(step, state)
             callbacks.validate_and_save(step, state)

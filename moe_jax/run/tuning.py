@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ WARMUP_STEPS = 3  # at the start of a round; not timed, since a new program is s
 
 
 class Tuning:
-    """Switches between programs of the training step; `step` is the one in use. Without `tune.over` it never changes.
+    """Names the program of the training step that a run uses next. Without `tune.over` it is always the first one.
 
     Steps are counted in rounds, which have the same length on all processes. At the end of each round, process 0
     decides which program to use next. `search_state` is the property of this name from the run that is resumed.
@@ -36,7 +36,6 @@ class Tuning:
     def __init__(
         self, run: Run, first: Compiled, meter: Meter, log: RunLog, search_state: Mapping[str, Any] | None = None
     ):
-        self.step = first
         self._run, self._meter, self._log = run, meter, log
         self._compiling: AgreedCompile | None = None
         self._steps, self._seconds = 0, list[float]()  # of this round
@@ -46,7 +45,7 @@ class Tuning:
             self._searching = run.choices.best_s is None
             self._decider = _Decider(run.choices, run.config.tune, run.folder, log)
             if search_state and self._searching and search_state["choices"] == _plain(run.choices):
-                self._use(run.first_step, self._decider.resume(search_state["search"]))
+                self._switch_to(run.first_step, self._decider.resume(search_state["search"]))
 
     @property
     def search_state(self) -> dict[str, Any] | None:
@@ -55,30 +54,37 @@ class Tuning:
             return None
         return {"choices": _plain(self._run.choices), "search": self._decider.search_state}
 
-    def step_started(self, step: int) -> None:
-        """Count a step that was started. All processes call it after every step.
+    def after_step(self, step: int) -> Compiled | None:
+        """Count a step that was started; return the program of the next steps, or None for the one in use. All
+        processes call it after every step.
 
-        At the end of a round, which is the same step on all processes, `step` may become another program. Steps during
-        a compilation are not timed.
+        Programs change at the end of a round, which is the same step on all processes. Steps during a compilation are
+        not timed.
         """
         if self._run.choices is None:
-            return
+            return None
         self._steps += 1
-        compiling, seconds, tune = self._compiling, self._meter.step_s, self._run.config.tune
-        if compiling is None and self._steps > WARMUP_STEPS and seconds is not None:
+        seconds, tune = self._meter.step_s, self._run.config.tune
+        if self._compiling is None and self._steps > WARMUP_STEPS and seconds is not None:
             self._seconds.append(seconds)
         length = tune.iterations if self._searching else tune.patience
         if self._steps < WARMUP_STEPS + length:
-            return
+            return None
         measured, self._steps, self._seconds = self._seconds, 0, []
         with self._meter.paused():  # processes must not communicate while a step does
-            if compiling is not None:
-                self._check_compiled(step, compiling)
-            else:  # on all processes, also on those that have timed no step
-                wanted = self._wanted
-                if measured and is_main_process():
-                    wanted = self._decider.measured(step, statistics.median(measured))
-                self._use(step, self._agreed(wanted))
+            return self._end_round(step, measured)
+
+    def _end_round(self, step: int, measured: Sequence[float]) -> Compiled | None:
+        """Return the next program, from the times of a round's steps or if it has been compiled.
+
+        All processes call it, also those that have timed no step.
+        """
+        if self._compiling is not None:
+            return self._check_compiled(step, self._compiling)
+        wanted = self._wanted
+        if measured and is_main_process():
+            wanted = self._decider.measured(step, statistics.median(measured))
+        return self._switch_to(step, self._agreed(wanted))
 
     def finish(self) -> None:
         """Report it if the run ends in the middle of a search."""
@@ -91,12 +97,11 @@ class Tuning:
         self._searching = bool(searching)
         return choice
 
-    def _use(self, step: int, choice: int) -> None:
-        """Switch to a choice, or start to compile it in the background while training continues."""
+    def _switch_to(self, step: int, choice: int) -> Compiled | None:
+        """Return the program of a choice, or start to compile it in the background while training continues."""
         self._wanted = choice
         if choice in self._programs:
-            self.step = self._programs[choice]
-            return
+            return self._programs[choice]
         self._log.info(f"step {step}: compiling {self._choices.describe(choice)} while training continues")
         batch, target, mesh = self._run.batch_shape, self._run.target, self._run.trainer.mesh
         # here and not in the background, as it may communicate with other processes
@@ -109,22 +114,22 @@ class Tuning:
                 raise problem
 
             self._compiling = AgreedCompile(fail)
-            return
+            return None
         assert trainer.state_shapes == self._run.trainer.state_shapes, "a choice may not change the state"
         self._compiling = AgreedCompile(lambda: compiled(step_program(trainer, batch, target)))
+        return None
 
-    def _check_compiled(self, step: int, program: AgreedCompile) -> None:
+    def _check_compiled(self, step: int, program: AgreedCompile) -> Compiled | None:
         """Switch to a program if all processes have compiled it, or to another choice if one of them has failed."""
         state = program.agreed_state()
         if state is State.COMPILING:
-            return
+            return None
         self._compiling = None
         if state is State.COMPILED:
             self._programs[self._wanted] = program.result()
-            self._use(step, self._wanted)
-            return
+            return self._switch_to(step, self._wanted)
         failed = self._decider.failed(step, program.reason) if is_main_process() else 0
-        self._use(step, self._agreed(failed))
+        return self._switch_to(step, self._agreed(failed))
 
 
 class _Decider:

@@ -32,6 +32,14 @@ def tuning_of(folder: Path) -> Tuning:
     return made
 
 
+def programs_after(process: Tuning, first: Any, steps: range) -> list[Any]:
+    """The program in use after each of some steps; `first` is in use before them."""
+    used = [first]
+    for step in steps:
+        used.append(process.after_step(step) or used[-1])
+    return used[1:]
+
+
 @pytest.mark.parametrize("has_timed", [True, False])
 def test_other_processes_take_the_choice_of_process_0(
     has_timed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -53,11 +61,7 @@ def test_other_processes_take_the_choice_of_process_0(
     process_1 = tuning_of(tmp_path)
     if not has_timed:
         process_1._meter.step_s = None
-    used = []
-    for step in range(1, 3 * ROUND + 1):
-        process_1.step_started(step)
-        used.append(process_1.step)
-    assert used == [
+    assert programs_after(process_1, "first", range(1, 3 * ROUND + 1)) == [
         *["first"] * (ROUND - 1),
         *["third"] * ROUND,
         *["second"] * (ROUND + 1),
@@ -77,11 +81,10 @@ def test_process_0_sends_what_it_has_decided(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(tuning, "allgather", lambda number: (reported.append(number), [number, 0])[1])
     monkeypatch.setattr(tuning._Decider, "measured", decide)
     process_0 = tuning_of(tmp_path)
-    for step in range(1, ROUND + 1):
-        process_0.step_started(step)
+    *_, program = programs_after(process_0, "first", range(1, ROUND + 1))
     assert measured == [(ROUND, 0.5)]
     assert reported == [2 * 2 + 1]
-    assert process_0.step == "third"
+    assert program == "third"
 
 
 def test_a_program_that_one_process_cannot_compile_is_used_by_none(
@@ -96,9 +99,7 @@ def test_a_program_that_one_process_cannot_compile_is_used_by_none(
     compiled = AgreedCompile(lambda: PROGRAMS[2])
     assert compiled.result() == "third"
     process_1._compiling, process_1._wanted = compiled, 2
-    for step in range(1, ROUND + 1):
-        process_1.step_started(step)
-    assert (process_1.step, process_1._compiling) == ("first", compiled)
-    for step in range(ROUND + 1, 2 * ROUND + 1):
-        process_1.step_started(step)
-    assert (process_1.step, process_1._compiling) == ("second", None)
+    *_, program = programs_after(process_1, "first", range(1, ROUND + 1))
+    assert (program, process_1._compiling) == ("first", compiled)
+    *_, program = programs_after(process_1, program, range(ROUND + 1, 2 * ROUND + 1))
+    assert (program, process_1._compiling) == ("second", None)
