@@ -1,22 +1,20 @@
 """Saving checkpoints: each is one orbax composite with a record of its contents, written in the background."""
 
 import gc
-import logging
 import math
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
-import orbax.checkpoint as ocp
 
 from moe_jax.checkpoint.arrays import array_records
 from moe_jax.checkpoint.bucket_writer import BucketWriter
 from moe_jax.checkpoint.checksums import agreed_digests
 from moe_jax.checkpoint.files import FOLDER, DamagedError, check_files, first_line, quarantine, steps_of
+from moe_jax.checkpoint.orbax_writer import OrbaxWriter, silent_orbax
 from moe_jax.checkpoint.record import Record
 from moe_jax.checkpoint.save_barrier import PeerSaveError, SaveBarrier
 from moe_jax.checkpoint.storage import BucketStorage, Storage, storage_of
@@ -28,7 +26,23 @@ from moe_jax.telemetry.run_log import RunLog
 
 _FULL = "no room on the disk"
 _RESERVED_BYTES = 10**6  # bytes that a save leaves free on the disk, for other files of a run
-_SHARED_BYTES = 2**20  # of an array that its replicas write together, the least that each writes
+
+
+class Writer(Protocol):
+    """What writes checkpoints in the background, one at a time: orbax on a disk, or tensorstore into a bucket."""
+
+    def all_steps(self) -> Collection[int]: ...
+    def latest_step(self) -> int | None: ...
+    def write(self, step: int, state: Any, record: Mapping[str, Any]) -> None: ...
+    def wait_until_finished(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class _StartedSave(NamedTuple):
+    """A save that may still be in progress."""
+
+    step: int
+    error: Exception | None  # raised when it was started
 
 
 class Checkpoints:
@@ -48,17 +62,18 @@ class Checkpoints:
     ):
         self._run, self._keep, self._log, self._digests, self._about = run, keep, log, digests, about
         self._storage = storage_of(run)
-        self._pending_step: int | None = None  # of the save that may still be in progress
-        self._start_error: Exception | None = None  # raised when that save was started
+        self._writer: Writer | None = None  # None: nothing can be written, for the reason `_unwritable`
+        self._unwritable = ""
+        self._started: _StartedSave | None = None
         self._num_failed, self._final_error = 0, ""  # failed saves, and the message if the last save failed
         self.last_failure = "", ""  # reason and cure of the last failed save
         self._deleted: set[int] = set()  # steps of the checkpoints that were deleted here
         self._barrier, self._contexts = SaveBarrier(), ExitStack()
 
     def __enter__(self) -> "Checkpoints":
-        self._contexts.enter_context(_silent_orbax())
-        self._manager = self._new_manager()
-        if self._manager is None:
+        self._contexts.enter_context(silent_orbax())
+        self._open()
+        if self._writer is None:
             self._contexts.close()
             raise ConfigError(
                 f"log.dir={self._run}: {self._run / FOLDER} cannot be written ({self._unwritable}): "
@@ -90,9 +105,9 @@ class Checkpoints:
         """
         self._finish()
         self._check_for_deleted(step)
-        if self._manager is None:
-            self._manager = self._new_manager()
-        if self._manager is None:
+        if self._writer is None:
+            self._open()
+        if self._writer is None:
             self._report_failure(step, f"{self._run / FOLDER} cannot be written: {self._unwritable}", "see to it")
             return
         if step == self._latest():
@@ -100,45 +115,58 @@ class Checkpoints:
         if lacking := _lacking_room(self._storage, state):  # otherwise it would fail halfway
             self._report_failure(step, lacking, "free some space")
             return
-        self._pending_step, leaves = step, array_records(state, agreed_digests(self._digests(state), step, state))
+        leaves = array_records(state, agreed_digests(self._digests(state), step, state))
         record = Record(step=step, leaves=leaves, **host, **self._about)
+        self._started = _StartedSave(step, self._start(self._writer, record, state))
+
+    def _start(self, writer: Writer, record: Record, state: Any) -> Exception | None:
+        """Start to write a checkpoint. Returns the error if that fails."""
         self._barrier.begin()
         try:
-            self._manager.write(step, state, record.to_json())
+            writer.write(record.step, state, record.to_json())
         except Exception as problem:  # orbax and its storage layer have no common type
-            self._start_error = problem
             self._barrier.end()
+            return problem
+        return None
 
     def _finish(self) -> None:
-        """Wait for the save in progress. If it failed on any process, report that and make a new orbax manager."""
-        if self._pending_step is None:
+        """Wait for the save in progress. If it failed on any process, report that and make a new writer."""
+        if self._started is None:
             return
-        step, problem = self._pending_step, self._start_error
-        self._pending_step = self._start_error = None
-        try:
-            self._manager.wait_until_finished()
-            if problem is None and is_main_process():
-                check_files(self._run, step)
-        except DamagedError as error:
-            problem = error
-            self._quarantine(step, str(error))
-        except Exception as error:
-            problem = problem or error
+        started, self._started = self._started, None
+        problem = self._wait(started)
         # a process that only knows that another one has failed leaves it to that one to say why
         known = "" if problem is None or isinstance(problem, PeerSaveError) else _reason(problem)
         reason = first_problem(known)
-        if not any(allgather(problem is not None)):
-            if self._final_error:
-                self._delete_unfinished()
-            self._final_error = ""
-            self._delete_old()
+        if any(allgather(problem is not None)):
+            self._reopen()  # once the files of the failed save are deleted
+            self._report_failure(started.step, reason or "another process failed", self._cure(reason))
             return
-        self._close()
-        self._manager = self._new_manager()  # once the files of the failed save are deleted
+        if self._final_error:
+            self._delete_unfinished()
+        self._final_error = ""
+        self._delete_old()
+
+    def _wait(self, started: _StartedSave) -> Exception | None:
+        """Wait for a save, and read its files back on process 0. Returns the error of this process, if there is one."""
+        assert self._writer is not None, "it has started the save"
+        try:
+            self._writer.wait_until_finished()
+            if started.error is None and is_main_process():
+                check_files(self._run, started.step)
+        except DamagedError as error:
+            self._quarantine(started.step, str(error))
+            return error
+        except Exception as error:
+            return started.error or error
+        return started.error
+
+    def _cure(self, reason: str) -> str:
+        """Say what helps against a failure of a save."""
+        if reason.endswith(_FULL):
+            return "free some space"
         in_bucket = isinstance(self._storage, BucketStorage)
-        cure = "see to the network and the rights in its bucket" if in_bucket else "see to its disk"
-        cure = "free some space" if reason.endswith(_FULL) else cure
-        self._report_failure(step, reason or "another process failed", cure)
+        return "see to the network and the rights in its bucket" if in_bucket else "see to its disk"
 
     def _quarantine(self, step: int, reason: str) -> None:
         try:
@@ -168,15 +196,15 @@ class Checkpoints:
                     self._log.warn(f"the old checkpoint of step {step} in {self._run} stays ({error.strerror})")
 
     def _steps(self) -> list[int]:
-        """List the steps of checkpoints that the orbax manager knows and that were not deleted here."""
-        return sorted({*self._manager.all_steps()} - self._deleted) if self._manager else []
+        """List the steps of checkpoints that the writer knows and that were not deleted here."""
+        return [] if self._writer is None else sorted({*self._writer.all_steps()} - self._deleted)
 
     def _check_for_deleted(self, step: int) -> None:
         """Report checkpoints that were deleted during the run, and make their folder again if it is gone."""
-        if self._manager is None:
+        if self._writer is None:
             return
         missing, is_whole = list[int](), False
-        with suppress(OSError):  # the folder cannot be read, which the new manager finds and reports
+        with suppress(OSError):  # the folder cannot be read, which `_open` finds and reports
             missing = [each for each in self._steps() if not self._storage.has(each)]
             is_whole = not missing and self._storage.is_there()
         if all(allgather(is_whole)):
@@ -184,22 +212,16 @@ class Checkpoints:
         if missing:
             steps = ", ".join(map(str, missing))
             self._log.alarm(step, f"checkpoints of steps {steps} in {self._run / FOLDER} were deleted during the run")
-        self._close()
-        self._manager = self._new_manager()
+        self._reopen()
 
     def _latest(self) -> int | None:
         """The newest saved step. While nothing can be written, it is read from the folder, if that can be."""
-        if self._manager is not None:
-            return self._manager.latest_step()
+        if self._writer is not None:
+            return self._writer.latest_step()
         try:
             return max(steps_of(self._run), default=None)
         except CheckpointError:
             return None
-
-    def _close(self) -> None:
-        if self._manager is not None:
-            with suppress(Exception):  # it raises the error of a failed save again
-                self._manager.close()
 
     def _report_failure(self, step: int, reason: str, cure: str) -> None:
         self._num_failed += 1
@@ -214,11 +236,9 @@ class Checkpoints:
             f"{cure}, or use another log.dir; the same command then {outcome}"
         )
 
-    def _new_manager(self) -> Any:
-        """Make an orbax manager, or the writer of a bucket.
-
-        If the folder cannot be written, return None and set `_unwritable` to the reason. This is checked first because
-        orbax, if it fails there, leaves threads and other processes waiting.
+    def _open(self) -> None:
+        """Make the writer of the run's folder or bucket. If nothing can be written, there is none, for the reason
+        `_unwritable`.
         """
         steps, problem = list[int](), ""
         try:
@@ -230,17 +250,20 @@ class Checkpoints:
             problem = getattr(error, "strerror", None) or str(error)
         self._unwritable = first_problem(problem)
         if self._unwritable:
-            return None
-        if isinstance(self._storage, BucketStorage):
-            return BucketWriter(self._storage, steps, self._barrier, lambda: upload_now(self._run))
-        # orbax compiles a program for each part of an array: smaller parts take longer to cut than to write
-        handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=_SHARED_BYTES)
-        ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
-        options = ocp.CheckpointManagerOptions(
-            lightweight_initialize=True,  # otherwise orbax reads files in damaged folders
-            async_options=ocp.AsyncOptions(barrier_sync_fn=self._barrier),
-        )
-        return _Manager(self._storage.folder, options=options)
+            self._writer = None
+        elif isinstance(self._storage, BucketStorage):
+            self._writer = BucketWriter(self._storage, steps, self._barrier, lambda: upload_now(self._run))
+        else:
+            self._writer = OrbaxWriter(self._storage.folder, self._barrier)
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            with suppress(Exception):  # it raises the error of a failed save again
+                self._writer.close()
+
+    def _reopen(self) -> None:
+        self._close()
+        self._open()
 
 
 def check_room(flag: str, run: Path, state: Any) -> None:
@@ -267,40 +290,3 @@ def _reason(problem: Exception) -> str:
     if is_full_disk(problem):
         return _FULL
     return f"{'it cannot be read back: ' if isinstance(problem, DamagedError) else ''}{first_line(problem)}"
-
-
-class _Manager(ocp.CheckpointManager):
-    """orbax's manager, which is not asked whether the run is being preempted.
-
-    If it is, orbax subtracts a checkpoint's time from now, and fails where it has not read that time
-    (`lightweight_initialize`).
-    """
-
-    def reached_preemption(self, step: int) -> bool:
-        return False
-
-    def write(self, step: int, state: Any, record: Mapping[str, Any]) -> None:
-        """Begin to save a state and a record."""
-        items = {"state": ocp.args.StandardSave(state), "record": ocp.args.JsonSave(record)}
-        self.save(step, args=ocp.args.Composite(**items), force=True)
-
-
-@contextmanager
-def _silent_orbax() -> Iterator[None]:
-    """Suppress the stack traces that orbax's threads print of errors which it also raises."""
-    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
-    levels, hook = [logger.level for logger in loggers], sys.unraisablehook
-
-    def unraisable(error: Any) -> None:
-        if "Event loop is closed" not in str(error.exc_value):  # raised by writes that end after the first failed one
-            hook(error)
-
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    sys.unraisablehook = unraisable
-    try:
-        yield
-    finally:
-        sys.unraisablehook = hook
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

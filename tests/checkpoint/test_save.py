@@ -18,10 +18,10 @@ import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from moe_jax.checkpoint import save as checkpoint
 from moe_jax.checkpoint.arrays import read_arrays
 from moe_jax.checkpoint.checksums import digest_program
 from moe_jax.checkpoint.files import check_files, newest_checkpoint
+from moe_jax.checkpoint.orbax_writer import OrbaxWriter
 from moe_jax.checkpoint.save import Checkpoints
 from moe_jax.checkpoint.storage import storage_of
 from moe_jax.errors import CheckpointError, ConfigError
@@ -210,13 +210,13 @@ def test_a_save_that_cannot_be_read_back_costs_no_older_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though only one is kept, and orbax takes it for saved."""
-    wait = checkpoint._Manager.wait_until_finished
+    wait = OrbaxWriter.wait_until_finished
 
-    def losing_a_file(manager: Any) -> None:
-        wait(manager)
+    def losing_a_file(writer: Any) -> None:
+        wait(writer)
         (tmp_path / "checkpoints" / "2" / "state" / "manifest.ocdbt").unlink(missing_ok=True)
 
-    monkeypatch.setattr(checkpoint._Manager, "wait_until_finished", losing_a_file)
+    monkeypatch.setattr(OrbaxWriter, "wait_until_finished", losing_a_file)
     log, checkpoints = saving(tmp_path, keep=1)
     with log, checkpoints:
         for step in (1, 2):
