@@ -94,10 +94,17 @@ def check_blocks(model: ModelConfig, stages: int, chunks: int = 1) -> None:
     periods = sum(segment.repeats for segment in decoder_segments(model))
     if periods < stages * chunks:
         cut = f" × schedule.virtual_stages={chunks} = {stages * chunks}" if chunks > 1 else ""
+        most = periods // chunks
+        if chunks == 1:
+            cure = f"mesh.pipeline={most}{' or less' if most > 1 else ''}"
+        elif most > 1:
+            cure = f"mesh.pipeline={most}"
+        else:  # several chunks need several stages
+            fewer = "" if periods >= stages else f"mesh.pipeline={periods} "
+            cure = f"{fewer}schedule.virtual_stages=1 schedule.pipeline=1f1b"
         raise ConfigError(
             f"mesh.pipeline={stages}{cut} needs as many groups of blocks, and model.num_layers="
-            f"{model.num_layers} has {periods} (whole periods of kinds of blocks): "
-            f"use mesh.pipeline={max(periods // chunks, 1)} or less, or more blocks"
+            f"{model.num_layers} has {periods} (whole periods of kinds of blocks): use {cure}, or more blocks"
         )
 
 

@@ -388,7 +388,14 @@ MESH = [
         "more stages than blocks",
         "mesh.pipeline=8 mesh.data=1",
         "mesh.pipeline=8 needs as many groups of blocks, and model.num_layers=1 has 1 (whole periods of kinds of "
-        "blocks): use mesh.pipeline=1 or less, or more blocks",
+        "blocks): use mesh.pipeline=1, or more blocks",
+    ),
+    (
+        "more model chunks than blocks",
+        "mesh.pipeline=2 mesh.data=1 mesh.expert=4 schedule.pipeline=interleaved schedule.virtual_stages=2 "
+        "train.grad_accumulation=2 model.num_layers=3",
+        "mesh.pipeline=2 × schedule.virtual_stages=2 = 4 needs as many groups of blocks, and model.num_layers=3 has 3 "
+        "(whole periods of kinds of blocks): use schedule.virtual_stages=1 schedule.pipeline=1f1b, or more blocks",
     ),
     (
         "tensor ranks that do not divide the heads",
