@@ -49,7 +49,7 @@ class Trainer:
     state_shapes: State  # ShapeDtypeStructs that carry shardings
     param_shapes: Params  # parameters without copies of experts, with shardings
     init: Wrapped  # () → State
-    begin: Wrapped  # parameters like param_shapes (donated) → State
+    begin: Wrapped  # parameters like param_shapes (donated, unless experts have copies) → State
     # State (donated), batch, max_loss (optional: no limit), experts of a record (optional: gates choose) → State,
     # metrics
     step: Wrapped
@@ -161,7 +161,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         state_shapes=with_shardings(jax.eval_shape(begin, param_shapes), placed),
         param_shapes=with_shardings(param_shapes, placed["params"]),
         init=jax.jit(init, out_shardings=placed, compiler_options=INIT_OPTIONS.get(compute.platform)),
-        begin=jax.jit(begin, out_shardings=placed, donate_argnums=0),
+        begin=jax.jit(begin, out_shardings=placed, donate_argnums=() if config.replicas else 0),  # other shapes
         step=jax.jit(step, donate_argnums=0, compiler_options=options),
         evaluate=jax.jit(evaluate, compiler_options=of_evaluation),
         has_loss_bound=config.train.skip_spikes,
