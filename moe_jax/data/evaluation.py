@@ -17,7 +17,7 @@ from moe_jax.data.token_marks import FIRST, PADDING, UNCOUNTED, without_marks
 from moe_jax.data.tokenizer import BATCH, ByteTokenizer, Document, Tokenizer, encode_documents
 from moe_jax.data.tokens import is_text
 from moe_jax.errors import DataError
-from moe_jax.files.untrusted import read_text
+from moe_jax.files.untrusted import read_bytes
 
 Batch = NDArray[np.int32]  # [B, N1]
 _MOST_BYTES = 2**32  # of a .txt file
@@ -41,7 +41,7 @@ def _encoded(file: Path, data: DataConfig, tokenizer: Tokenizer) -> Iterator[lis
         documents = ((text, True) for _, text in open_documents(file, data.text_key))
     else:
         try:
-            documents = [(read_text(file, _MOST_BYTES), False)]
+            documents = [(read_bytes(file, _MOST_BYTES).decode("utf-8-sig"), False)]  # with its line breaks
         except UnicodeDecodeError:
             raise DataError(f"{file} is not UTF-8 text: convert it, e.g. with iconv") from None
     waiting: list[Document] = []

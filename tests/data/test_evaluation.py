@@ -47,3 +47,10 @@ def test_a_text_without_a_token_to_predict_is_refused(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("a")
     with pytest.raises(DataError, match=r"^--data=.*one.txt has 1 tokens, too few to predict one: give more text$"):
         text_samples(tmp_path / "one.txt", DataConfig(), ByteTokenizer(), "--data")
+
+
+def test_a_text_is_encoded_with_its_own_line_breaks_as_in_training(tmp_path: Path) -> None:
+    content = b"one\r\n\r\ntwo\rthree\n"
+    (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbf" + content)
+    found = text_samples(tmp_path / "marked.txt", DataConfig(seq_len=4), ByteTokenizer(), "--data")
+    assert bytes(found.tokens.tolist()) == content, "without a byte order mark, which prepare_text leaves out, too"
