@@ -39,8 +39,11 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: Path, most: int = MOST_BYTES, errors: str = "strict") -> str:
-    """Return the content as UTF-8 text, with line breaks as `\\n`. Raises OSError and UnicodeDecodeError."""
-    text = read_bytes(path, most).decode("utf-8", errors)
+    """Return the content as UTF-8 text without a byte order mark, with line breaks as `\\n`.
+
+    Raises OSError and UnicodeDecodeError.
+    """
+    text = read_bytes(path, most).decode("utf-8-sig", errors)
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 

@@ -109,6 +109,8 @@ def test_lines_are_prompts_or_questions(tmp_path):
     assert read_prompts(tmp_path / "a.txt", False, None) == [Prompt("one"), Prompt("two")]
     system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "one"}
     assert read_prompts(tmp_path / "a.txt", True, "Be brief.")[0].messages == [system, user]
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
+    assert read_prompts(tmp_path / "b.txt", False, None) == [Prompt("one"), Prompt("two")]
 
 
 CHATML = (
