@@ -10,6 +10,7 @@ from moe_jax.convert.shared import grouped_heads, hf_settings, shared_settings
 from moe_jax.convert.tensors import Tensor
 
 _ROPE = ("rope_scaling", "rope_parameters")
+_MOST_ALPHA = 1e9
 _NAMES = {"self_attn.q_norm.weight": "query", "self_attn.k_norm.weight": "key"}  # our name of the projection
 
 
@@ -46,9 +47,12 @@ def _without_alpha(hf: HfConfig) -> dict[str, Any]:
             continue
         if (kind := rope.word("rope_type", rope.word("type", "dynamic"))) != "dynamic":
             raise ConvertError(f"{rope.where}: alpha with rope_type={kind} is not supported: it must be dynamic")
+        alpha = rope.number("alpha")
+        if not 0 < alpha <= _MOST_ALPHA:
+            raise ConvertError(f"{rope.where}: alpha={alpha:g} must be above 0, and at most {_MOST_ALPHA:g}")
         width = hf.whole("head_dim", default=hf.whole("hidden_size") // max(hf.whole("num_attention_heads"), 1))
         theta = rope.number("rope_theta", hf.number("rope_theta", 10_000.0))
-        stretched = theta * rope.number("alpha") ** (width / max(width - 2, 1))
+        stretched = theta * alpha ** (width / max(width - 2, 1))
         found[name] = {"rope_type": "default", "rope_theta": stretched}
     return found
 

@@ -22,6 +22,7 @@ _AS_SHARED = "is not supported: it must be a multiple of moe_intermediate_size=1
 _AS_MAMBA = "layer_types is not supported: it must have 'mamba' or 'attention' for each of num_hidden_layers=4"
 _AS_STEPS = 'it must be [0.0, Infinity] or [0.0, {"__float__": "Infinity"}]'
 _AS_LAYERS = "it must have linear_attention, full_attention, moe, mlp for each of num_hidden_layers"
+_AS_ALPHA = "must be above 0, and at most 1e+09"
 _OLDER = "hybrid_override_pattern M, *, E, -"
 _WINDOWS = ["full_attention", "sliding_attention"]
 _PHI = json.loads((GOLDEN / "phimoe/config.json").read_text())["rope_parameters"]
@@ -90,6 +91,10 @@ REFUSED = [
     ("deepseek_v32", "rope_interleave", False, "rope_interleave=false is not supported: it must be true"),
     ("glm_moe_dsa", "scoring_func", "softmax", 'scoring_func="softmax" is not supported: it must be "sigmoid"'),
     ("hunyuan_v1_moe", "moe_topk", [2, 3], "moe_topk is not supported: it must be the same in all blocks"),
+    *[
+        ("hunyuan_v1_moe", "rope_parameters", {"alpha": alpha}, f"rope_parameters: alpha={alpha:g} {_AS_ALPHA}")
+        for alpha in (-1.5, 0, 1e300)
+    ],
     ("hunyuan_v1_moe", "use_cla", True, "use_cla=true is not supported: it must be false"),
     ("qwen3_next", "attention_bias", True, "attention_bias=true is not supported: it must be false"),
     ("qwen3_next", "layer_types", [["full_attention"]], _AS_TYPES),
