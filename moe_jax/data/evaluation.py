@@ -14,7 +14,7 @@ from moe_jax.data.documents import open_documents
 from moe_jax.data.loader import validation_batches
 from moe_jax.data.samples import Samples
 from moe_jax.data.token_marks import FIRST, PADDING, UNCOUNTED, without_marks
-from moe_jax.data.tokenizer import BATCH, ByteTokenizer, Document, Tokenizer, encode_documents
+from moe_jax.data.tokenizer import BATCH, BpeTokenizer, ByteTokenizer, Document, Tokenizer, encode_documents
 from moe_jax.data.tokens import is_text
 from moe_jax.errors import DataError
 from moe_jax.files.untrusted import read_bytes
@@ -93,6 +93,8 @@ def text_bytes(batch: Batch, tokenizer: Tokenizer) -> int:
     is_text_BN &= ~np.isin(token_BN1[:, 1:], [token for token in apart if token is not None])
     if isinstance(tokenizer, ByteTokenizer):
         return int(is_text_BN.sum())
+    if isinstance(tokenizer, BpeTokenizer) and (sizes := tokenizer.bytes_of_tokens) is not None:
+        return int(sizes[token_BN1[:, 1:][is_text_BN]].sum())
     return sum(_decoded_bytes(row, is_text, tokenizer) for row, is_text in zip(token_BN1, is_text_BN, strict=True))
 
 

@@ -152,6 +152,19 @@ class BpeTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return self._bpe.decode(list(tokens), skip_special_tokens=False)
 
+    @cached_property
+    def bytes_of_tokens(self) -> NDArray[np.int64] | None:
+        """The bytes of each token's text, if the tokens are pieces of UTF-8; else None."""
+        decoder = json.loads(self._bpe.to_str())["decoder"]
+        if decoder is None or decoder["type"] != "ByteLevel":
+            return None
+        sizes = np.zeros(self.vocab_size, np.int64)
+        for piece, token in self._bpe.get_vocab().items():
+            sizes[token] = len(piece)  # a letter for each byte
+        for token, added in self._bpe.get_added_tokens_decoder().items():
+            sizes[token] = len(added.content.encode())
+        return sizes
+
     def unknown(self) -> int | None:
         """The token of characters that the tokenizer does not know; -1 if it omits them, None if it knows all."""
         none, one, other = self.encode_batch(["a ", *(f"a {letter}" for letter in _RARE)])

@@ -27,6 +27,15 @@ def test_bytes_are_those_of_the_predicted_text(kind: str, tmp_path: Path) -> Non
     assert found == pytest.approx(sum(map(len, DOCUMENTS)) - len(first.strip()), abs=len(DOCUMENTS)), "but for spaces"
 
 
+@pytest.mark.parametrize("seq_len", [3, 4, 5, 7])
+def test_bytes_of_letters_that_two_rows_share_are_exact(seq_len: int, tmp_path: Path) -> None:
+    tokenizer = load_model_tokenizer(save(KINDS["byte_level"](), tmp_path))[1]
+    text = "a€😀ü漢字 the dog 👨\u200d👩" * 3
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    samples = text_samples(tmp_path / "text.txt", DataConfig(seq_len=seq_len), tokenizer, "--data")
+    assert sum(text_bytes(batch, tokenizer) for batch in all_batches(samples, 4)) == len(text.encode()) - 1
+
+
 def test_bytes_of_bytes_leave_out_ends_and_first_tokens_of_documents() -> None:
     batch = np.array([[97, 98, 255, 99, 100], [97, 195, 188, 98, 99]], np.int32)
     assert text_bytes(batch, ByteTokenizer()) == 3 + 4
