@@ -79,7 +79,10 @@ def prepare_text(
         characters, surrogates = _counts(pieces())
         num_train = characters - int(characters * validation_fraction)
         if not 0 < num_train < characters:
-            raise DataError(f"{source} holds {characters} characters, too few to train and validate: give more text")
+            raise DataError(
+                f"{source} holds {characters} characters, too few to train and validate with --validation-fraction="
+                f"{validation_fraction:g}: give more text, or a larger fraction"
+            )
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch:
             folder = Path(scratch) / "tokens"

@@ -198,7 +198,8 @@ def _count(documents: Documents, settings: IndexSettings) -> _Index:
     num_train = characters - int(characters * settings.validation_fraction)
     if not 0 < num_train < characters:
         raise DataError(
-            f"{documents.file} holds {characters} characters, too few to train and validate: give more text"
+            f"{documents.file} holds {characters} characters, too few to train and validate with "
+            f"data.validation_fraction={settings.validation_fraction:g}: give more text, or a larger fraction"
         )
     print(f"counting the tokens of {documents.file}, once: {characters:,} characters", flush=True)
     counters, cut = {split: _Counter(settings.tokenizer) for split in SPLITS}, 0

@@ -119,7 +119,8 @@ PREPARED = [
     (
         "prepare_text: an empty text",
         "prepare_text empty.txt out",
-        "empty.txt holds 0 characters, too few to train and validate: give more text",
+        "empty.txt holds 0 characters, too few to train and validate with --validation-fraction=0.1: give more text, "
+        "or a larger fraction",
     ),
     (
         "prepare_text: another encoding",

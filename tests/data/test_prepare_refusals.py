@@ -14,12 +14,20 @@ from moe_jax.data.prepare import prepare_text
 from moe_jax.errors import DataError
 from tests.data.test_prepare import DOCUMENTS, TEXT, write_parquet
 
+TOO_FEW = "too few to train and validate with --validation-fraction=0.1: give more text, or a larger fraction"
+
 
 @pytest.mark.parametrize(
     ("name", "content", "options", "expected"),
     [
-        ("in.txt", "", {}, "{in} holds 0 characters, too few to train and validate: give more text"),
-        ("in.txt", "a", {}, "{in} holds 1 characters, too few to train and validate: give more text"),
+        ("in.txt", "", {}, f"{{in}} holds 0 characters, {TOO_FEW}"),
+        ("in.txt", "a", {}, f"{{in}} holds 1 characters, {TOO_FEW}"),
+        (
+            "in.txt",
+            "a" * 5000,
+            {"validation_fraction": 1e-9},
+            f"{{in}} holds 5000 characters, {TOO_FEW.replace('0.1', '1e-09')}",
+        ),
         (
             "in.txt",
             b"\0" * 5000 + b"text",

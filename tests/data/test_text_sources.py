@@ -223,7 +223,8 @@ def test_what_cannot_be_encoded_is_refused(folder: Path, tmp_path: Path, monkeyp
     assert refusal(data_of(file)) == f"{file} cannot be read as array records: repair or remove it"
     (tmp_path / "one.jsonl").write_text('{"body": "a"}')
     assert refusal(data_of(tmp_path / "one.jsonl")) == (
-        f"{tmp_path}/one.jsonl holds 1 characters, too few to train and validate: give more text"
+        f"{tmp_path}/one.jsonl holds 1 characters, too few to train and validate with data.validation_fraction=0.1: "
+        "give more text, or a larger fraction"
     )
     monkeypatch.setattr(documents, "_MOST_GROUP_BYTES", 100)
     assert "bytes of text in row group 0, more than the 100 that are decoded for one row: write smaller row" in refusal(
