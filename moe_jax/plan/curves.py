@@ -2,7 +2,7 @@
 
 import bisect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from moe_jax.plan.task_times import Linear
@@ -51,7 +51,7 @@ class Curve:
     """Seconds of one operation at growing amounts: medians and quartiles of repeated runs."""
 
     name: str  # all_to_all.flat, all_gather, matmul, …
-    settings: dict[str, int]  # ranks and stride of a group; widths; head_dim
+    settings: dict[str, int] = field(hash=False)  # ranks and stride of a group; widths; head_dim
     unit: Literal["bytes", "flops"]
     amounts: tuple[float, ...]  # in ascending order
     median_s: tuple[float, ...]

@@ -5,12 +5,16 @@ from pathlib import Path
 
 import pytest
 
+from moe_jax.config.draft import open_draft
+from moe_jax.config.yaml_io import load_config
 from moe_jax.errors import UserError
 from moe_jax.measure.targets import find_target
 from moe_jax.plan.clusters import PRESETS, LinkCurve, cluster_of, find_cluster
 from moe_jax.plan.clusters.measured import ClusterProfile, write_profile
 from moe_jax.plan.collective_costs import CollectiveCosts, DeviceGroup
-from moe_jax.plan.curves import curve
+from moe_jax.plan.curves import Curve, curve
+from moe_jax.plan.estimate import estimate
+from moe_jax.plan.planner import plan
 
 
 @pytest.mark.parametrize("kind", [kind for kind in PRESETS if kind != "cpu"])
@@ -169,6 +173,22 @@ def test_a_profile_is_a_cluster_whose_curves_replace_rates(tmp_path: Path) -> No
         assert collectives.exchange(1e6, DeviceGroup(ranks, stride)).seconds == pytest.approx(seconds)
     # without a measured sum lines are made of the exchanges: between nodes of devices that share none
     assert collectives.ring(1e6, DeviceGroup(2, 2)) == pytest.approx(1e-2)
+
+
+def test_a_search_runs_on_a_profile(tmp_path: Path) -> None:
+    """Whose device, with its curves, is a key of caches."""
+    write_profile(tmp_path / "box.json", measured(node_devices=2))
+    base = load_config(None, ["model.num_layers=1", "data.seq_len=16", "train.batch_size=8"])
+    plans = plan(open_draft(base), find_cluster(str(tmp_path / "box.json")))
+    assert plans.best.estimate.step_s == estimate(plans.config, plans.cluster).step_s
+    faster = dataclasses.replace(
+        plans.cluster, device=dataclasses.replace(plans.cluster.device, curves=(_matmul(2.0),))
+    )
+    assert estimate(plans.config, faster).busy.compute < plans.best.estimate.busy.compute, "not the cached one"
+
+
+def _matmul(speed: float) -> Curve:
+    return curve("matmul", {"width": 64}, "flops", [1e6, 1e9], [(each / speed,) * 3 for each in (1e-3, 1e-2)])
 
 
 def test_a_profile_that_lacks_something_is_reported(tmp_path: Path) -> None:
