@@ -3,13 +3,21 @@
 import errno
 import io
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moe_jax.files.atomic import AppendOnlyFile, all_or_nothing, check_writable, reason, write_together
+from moe_jax.files.atomic import (
+    AppendOnlyFile,
+    all_or_nothing,
+    check_writable,
+    reason,
+    write_folder_atomically,
+    write_together,
+)
 from tests.bad_input.cases import tree
 
 
@@ -47,6 +55,36 @@ def test_processes_that_write_a_shared_file_at_once_write_it_whole(tmp_path: Pat
 @pytest.mark.parametrize("name", ["cache", "cache.part", "cache.0a1b2c3d.part"])
 def test_an_error_names_the_file_and_not_its_temporary_one(name: str) -> None:
     assert reason(OSError(errno.EACCES, "Permission denied", f"in/{name}")) == "in/cache: Permission denied"
+
+
+def test_a_folder_is_written_whole(tmp_path: Path) -> None:
+    with write_folder_atomically(tmp_path / "in" / "there") as folder:
+        (folder / "file").write_text("new")
+        assert list(tree(tmp_path)) != ["in", "in/there"]
+    assert tree(tmp_path) == {"in": None, "in/there": None, "in/there/file": b"new"}
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit, OSError])
+def test_a_folder_whose_content_was_interrupted_is_not_there(end: type[BaseException], tmp_path: Path) -> None:
+    """By SIGTERM, too, which ends other programs without a word."""
+
+    def write() -> None:
+        with write_folder_atomically(tmp_path / "there") as folder:
+            (folder / "file").write_text("new")
+            if end is SystemExit:
+                os.kill(os.getpid(), signal.SIGTERM)
+            elif end is OSError:
+                (folder / "no" / "file").write_text("new")
+            raise end
+
+    with pytest.raises(end) as raised:
+        write()
+    assert not tree(tmp_path)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if isinstance(raised.value, SystemExit):
+        assert raised.value.code == 128 + signal.SIGTERM
+    if isinstance(raised.value, OSError):
+        assert raised.value.filename == str(tmp_path / "there" / "no" / "file")
 
 
 @pytest.mark.parametrize("existed", [False, True])

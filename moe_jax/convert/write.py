@@ -6,7 +6,6 @@ a run that starts from a model copies them into its own folder, and an export co
 
 import dataclasses
 import json
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from moe_jax.convert.files import DTYPES, write_weights
 from moe_jax.convert.hf_config import FILE, ConvertError, HfConfig
 from moe_jax.convert.table import ArraySlice, array_slices
 from moe_jax.errors import is_full_disk
-from moe_jax.files.atomic import all_or_nothing, write_together
+from moe_jax.files.atomic import all_or_nothing, write_folder_atomically, write_together
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _FILES = (
@@ -108,17 +107,12 @@ def write_model(
         "torch_dtype": dtype,
     }
     try:
-        with all_or_nothing(folder):
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
-                made = Path(scratch) / "model"
-                made.mkdir()
-                write_weights(made, shapes, types, tensors(), most_bytes)
-                (made / FILE).write_text(json.dumps(settings, indent=2) + "\n")
-                copy_companion_files(source, made)
-                for name, content in (others or {}).items():
-                    (made / name).write_bytes(content)
-                made.rename(folder)
+        with all_or_nothing(folder), write_folder_atomically(folder) as made:
+            write_weights(made, shapes, types, tensors(), most_bytes)
+            (made / FILE).write_text(json.dumps(settings, indent=2) + "\n")
+            copy_companion_files(source, made)
+            for name, content in (others or {}).items():
+                (made / name).write_bytes(content)
     except (OSError, SafetensorError) as error:
         if is_full_disk(error):
             raise ConvertError(f"{folder}: no room on that disk: free some space, or name another folder") from None

@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import shutil
-import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
@@ -33,6 +32,7 @@ from moe_jax.data.tokenizer import (
 )
 from moe_jax.data.tokens import BPE_FILE, FORMAT, META_FILE, Meta, Split
 from moe_jax.errors import DataError
+from moe_jax.files.atomic import write_folder_atomically
 
 MAX_BPE_VOCAB_SIZE = 2**20
 
@@ -83,10 +83,7 @@ def prepare_text(
                 f"{source} holds {characters} characters, too few to train and validate with --validation-fraction="
                 f"{validation_fraction:g}: give more text, or a larger fraction"
             )
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch:
-            folder = Path(scratch) / "tokens"
-            folder.mkdir()
+        with write_folder_atomically(output) as folder:
             encoder: Tokenizer = ByteTokenizer()
             if tokenizer == "bpe":
                 train = (piece for _, piece in itertools.takewhile(_is_train, _split(pieces(), num_train)) if piece)
@@ -99,7 +96,6 @@ def prepare_text(
             names = [file.name if file == source else file.relative_to(source).as_posix() for file in files]
             read = _split(_with_progress(pieces(), characters, source), num_train)
             meta = _write(folder, read, kind, encoder, names, skipped)
-            folder.rename(output)
         if surrogates:
             print(f"warning: {surrogates:,} lone surrogates, which no text may hold, are question marks", flush=True)
     except OSError as error:

@@ -7,7 +7,6 @@ Whole conversations are packed into sequences of one length, each into the first
 import itertools
 import json
 import shutil
-import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,6 +26,7 @@ from moe_jax.data.token_marks import FIRST, PADDING, UNCOUNTED
 from moe_jax.data.tokenizer import BpeTokenizer, load_model_tokenizer
 from moe_jax.data.tokens import BPE_FILE, META_FILE, PACKED_FORMAT, SPLITS, Meta
 from moe_jax.errors import DataError
+from moe_jax.files.atomic import write_folder_atomically
 
 OPEN = 256  # sequences that may still receive documents
 
@@ -114,10 +114,8 @@ def prepare_chat(
         raise DataError(f"{source} holds {count} conversations, too few to train and validate: give more")
     encoder = _Encoder(bpe, tokenizer, template)
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch:
-            folder, facts = Path(scratch) / "tokens", Counter[str]()
-            folder.mkdir()
+        with write_folder_atomically(output) as folder:
+            facts = Counter[str]()
             shutil.copyfile(tokenizer_file, folder / BPE_FILE)
             records = itertools.chain.from_iterable(map(read_records, files))
             progress = tqdm(records, total=count, unit="conversation", disable=None)
@@ -149,7 +147,6 @@ def prepare_chat(
                 **sizes,
             )
             (folder / META_FILE).write_text(json.dumps({"format": PACKED_FORMAT} | asdict(meta), indent=1) + "\n")
-            folder.rename(output)
     except OSError as error:
         raise DataError(f"{error.filename or output}: {error.strerror or error}") from None
     return Prepared(meta, count, *(facts[name] for name in ("counted", "padding", "too_long", "silent")))

@@ -5,7 +5,10 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import stat
+import tempfile
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -80,6 +83,43 @@ def all_or_nothing(folder: Path) -> Iterator[None]:
             with suppress(OSError):  # it was not created, or contains other files
                 each.rmdir()
         raise
+
+
+@contextmanager
+def write_folder_atomically(output: Path) -> Iterator[Path]:
+    """Context with a new folder, which becomes `output` at the end. An error, Ctrl-C and SIGTERM remove it.
+
+    `output` may be an empty folder. Raises OSError.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with _sigterm_raises(), tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch:
+        folder = Path(scratch) / output.name
+        try:
+            folder.mkdir()
+            yield folder
+            folder.rename(output)
+        except OSError as error:  # of a file that nobody will find
+            if error.filename is not None:
+                error.filename = os.fspath(error.filename).replace(str(folder), str(output))
+            raise
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Context in which SIGTERM raises SystemExit where it would end the process at once."""
+
+    def exit_(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, exit_)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @final
