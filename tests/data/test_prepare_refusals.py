@@ -173,7 +173,7 @@ def test_an_interrupted_run_leaves_no_output(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "in.txt").write_text(TEXT)
 
     def no_space(*_: object) -> None:
-        assert any(tmp_path.glob(".out-*/tokens/*.bin"))
+        assert any(tmp_path.glob(".out-*/out/*.bin"))
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(prepare, "asdict", no_space)
