@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument(
         "input",
         type=place,
-        help="a .txt, .jsonl, .json (each also as .gz), .parquet or .arrow file, or a folder of them at any depth",
+        help="a .txt, .jsonl, .json (each also as .gz), .parquet, .arrow or .array_record file, or a folder of them",
     )
     parser.add_argument("output", type=place, nargs="?", help="the folder to make")
     parser.add_argument(

@@ -302,7 +302,7 @@ _RECORD_READERS: dict[str | None, Callable[[Path], Iterator[tuple[str, Any]]]] =
     f".jsonl{_GZIP}": _jsonl_records,
     f".json{_GZIP}": _json_records,
 }
-_KINDS = ".txt, .jsonl, .json, .parquet or .array_record"
+_KINDS = ".txt, .jsonl, .json, .parquet, .arrow or .array_record"
 
 
 def _kind(path: Path) -> str | None:

@@ -114,7 +114,7 @@ PREPARED = [
     (
         "prepare_text: a missing text",
         "prepare_text nowhere out",
-        "nowhere does not exist: name a folder or a .txt, .jsonl, .json, .parquet or .array_record file",
+        "nowhere does not exist: name a folder or a .txt, .jsonl, .json, .parquet, .arrow or .array_record file",
     ),
     (
         "prepare_text: an empty text",
@@ -130,7 +130,8 @@ PREPARED = [
     (
         "prepare_text: another kind of file",
         "prepare_text page.html out",
-        "page.html holds no .txt, .jsonl, .json, .parquet or .array_record file: convert the text to one of them",
+        "page.html holds no .txt, .jsonl, .json, .parquet, .arrow or .array_record file: convert the text to one of "
+        "them",
     ),
     (
         "prepare_text: damaged JSON",

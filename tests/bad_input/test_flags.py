@@ -284,7 +284,7 @@ def test_an_interrupted_command_reports_it(folder: Path, command: Command, monke
         ),
         (
             [str(ROOT / "scripts" / "prepare_text.py"), "nowhere", "out"],
-            "nowhere does not exist: name a folder or a .txt, .jsonl, .json, .parquet or .array_record file",
+            "nowhere does not exist: name a folder or a .txt, .jsonl, .json, .parquet, .arrow or .array_record file",
         ),
     ],
 )

@@ -38,7 +38,8 @@ TOO_FEW = "too few to train and validate with --validation-fraction=0.1: give mo
             "in.md",
             "a",
             {},
-            "{in} holds no .txt, .jsonl, .json, .parquet or .array_record file: convert the text to one of them",
+            "{in} holds no .txt, .jsonl, .json, .parquet, .arrow or .array_record file: convert the text to one of "
+            "them",
         ),
         (
             "in.txt",
@@ -147,14 +148,12 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
 def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         prepare_text(tmp_path, tmp_path / "out")
-    assert (
-        str(error.value)
-        == f"{tmp_path} holds no .txt, .jsonl, .json, .parquet or .array_record file: convert the text to one of them"
-    )
+    kinds = ".txt, .jsonl, .json, .parquet, .arrow or .array_record"
+    assert str(error.value) == f"{tmp_path} holds no {kinds} file: convert the text to one of them"
     with pytest.raises(DataError) as error:
         prepare_text(tmp_path / "no", tmp_path / "out")
     assert str(error.value) == (
-        f"{tmp_path}/no does not exist: name a folder or a .txt, .jsonl, .json, .parquet or .array_record file"
+        f"{tmp_path}/no does not exist: name a folder or a .txt, .jsonl, .json, .parquet, .arrow or .array_record file"
     )
 
 
