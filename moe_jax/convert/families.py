@@ -113,7 +113,8 @@ def family_that_holds(model: ModelConfig, name: str | None = None) -> Family:
         if not differs:
             return family
         reasons[family.model_type] = " and ".join(f"{setting}={value}" for setting, (value, _) in differs.items())
-    nearest = min(reasons, key=lambda each: len(reasons[each]))
+    # with as few differences as possible; a model without experts is another kind of model
+    nearest = min(reasons, key=lambda each: ("num_experts=" in reasons[each], len(reasons[each])))
     raise ConvertError(
         f"no files of {name or 'any family'} hold this model; nearest are those of {nearest}, which have no "
         f"{reasons[nearest]}: change that, and train it so"

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from moe_jax.config.yaml_io import load_config
 from moe_jax.convert import families
-from moe_jax.convert.families import FAMILIES, family_of
+from moe_jax.convert.families import FAMILIES, family_of, family_that_holds
 from moe_jax.convert.hf_config import ConvertError, HfConfig
 from tests.convert.golden import GOLDEN
 
@@ -246,3 +247,9 @@ def test_the_rotated_share_is_found_wherever_it_is_written():
     older = settings_of("minimax_m2", rope_parameters=None, rope_theta=5e6, rotary_dim=4)
     assert minimax.model(older).partial_rotary_factor == 0.25
     assert minimax.model(settings_of("minimax_m2", rope_parameters=None, rotary_dim=None)).partial_rotary_factor == 1
+
+
+def test_the_nearest_family_of_a_model_with_experts_has_experts() -> None:
+    settings = ["model.moe.gate=xmoe", "model.moe.router_rank=5", "model.qk_norm=true"]
+    with pytest.raises(ConvertError, match=r"nearest are those of qwen3_moe, which have no model\.moe\.gate=xmoe and"):
+        family_that_holds(load_config(None, settings).model)
