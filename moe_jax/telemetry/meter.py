@@ -21,15 +21,50 @@ from moe_jax.telemetry.step_completion import Clock, CompletionListener, StepCom
 Metrics = dict[str, jax.Array]
 
 _LOADS_PER_RECORD = 1024  # on average: numbers of experts' loads
-_SHORTEST_S = 0.1  # shortest time for a rate: the end of a step is observed some milliseconds late, on busy hosts more
+_SHORTEST_S = 0.1  # shortest time for a mean
 
 
 class Mark(NamedTuple):
-    """The end of a recorded step, from which the rates of a later record may be measured."""
+    """The end of a recorded step, from which the mean usage of a later record may be measured."""
 
     usage: Usage
     timed_steps: int  # up to this step
     step: int
+
+
+class MeanUsage:
+    """Time and energy per timed step, measured from the end of an earlier recorded step to that of the present one.
+
+    The end of a step is observed some milliseconds late, on busy hosts more. So a mean starts at the last record that
+    is at least _SHORTEST_S old, if there is one. It never starts at a record that was observed late by an unknown time.
+    """
+
+    def __init__(self, start: Usage) -> None:
+        self.timed_steps = self._recorded_steps = 0  # timed steps up to now, and up to the last record
+        self._marks = [Mark(start, 0, 0)]  # oldest first
+
+    def exclude(self, start: Usage, end: Usage) -> None:
+        """Do not count the time and energy between two moments as training."""
+        self._marks = [mark._replace(usage=mark.usage.without(start, end)) for mark in self._marks]
+
+    def observed_late(self, step: int) -> None:
+        """Start no mean at the end of this step."""
+        if len(self._marks) > 1 and self._marks[-1].step == step:
+            self._marks.pop()
+
+    def record(self, step: int, end: Usage) -> Usage | None:
+        """The mean up to this step; None if no step was timed since the last record."""
+        mean = self._until(end) if self.timed_steps > self._recorded_steps else None
+        self._recorded_steps = self.timed_steps
+        self._marks.append(Mark(end, self.timed_steps, step))
+        return mean
+
+    def _until(self, end: Usage) -> Usage:
+        early = [mark for mark in self._marks if end.time_s - mark.usage.time_s >= _SHORTEST_S]
+        self._marks = [*early[-1:], *self._marks[len(early) :]]
+        start, timed_steps, _ = self._marks[0]
+        steps = self.timed_steps - timed_steps
+        return Usage((end.time_s - start.time_s) / steps, (end.energy_j - start.energy_j) / steps)
 
 
 class Meter:
@@ -61,8 +96,7 @@ class Meter:
         self._waiting: tuple[int, StepCompletion, bool] | None = None  # step number, completion, whether it is timed
         self._done: tuple[int, Metrics] | None = None  # a finished step that is not recorded yet
         self._ended = self._now()  # end of the preceding step or pause
-        self._timed_steps = self._recorded_steps = 0  # timed steps up to now, and up to the last record
-        self._marks = [Mark(self._ended, 0, 0)]  # oldest first
+        self._mean_usage = MeanUsage(self._ended)
         self._peak_was_exceeded = False
         self.step_s: float | None = None  # duration of the step that `add` waited for; None if it was not timed
 
@@ -74,7 +108,7 @@ class Meter:
         completion = self._listener.watch(metrics)
         self.finish()
         self._waiting = step, completion, timed
-        self._timed_steps += timed
+        self._mean_usage.timed_steps += timed
 
     def wait(self) -> None:
         """Wait for the last step passed to `add`, and update timing, bad steps and alarms; `finish` records it."""
@@ -86,9 +120,9 @@ class Meter:
         metrics: Metrics = completion.arrays
         self.step_s = now.time_s - self._ended.time_s if timed and not is_late else None
         if not timed:
-            self._exclude(self._ended, now)
-        if is_late and len(self._marks) > 1 and self._marks[-1].step == step - 1:
-            self._marks.pop()
+            self._mean_usage.exclude(self._ended, now)
+        if is_late:
+            self._mean_usage.observed_late(step - 1)
         self._ended = now
         self._warn_of_drops(step, metrics)
         self.bad_steps.update(step, metrics)
@@ -135,11 +169,7 @@ class Meter:
         start = self._now()
         yield
         self._ended = self._now()
-        self._exclude(start, self._ended)
-
-    def _exclude(self, start: Usage, end: Usage) -> None:
-        """Do not count the time and energy between two moments as training."""
-        self._marks = [mark._replace(usage=mark.usage.without(start, end)) for mark in self._marks]
+        self._mean_usage.exclude(start, self._ended)
 
     def _warn_of_drops(self, step: int, metrics: Metrics) -> None:
         """Warn once if rows of dropless experts are dropped because a rank's buffer is full."""
@@ -165,22 +195,14 @@ class Meter:
         values = {name: _rounded(value) for name, value in read.items()} | statistics
         values |= {f"loss/{source.label}": _rounded(loss) for source, loss in by_source if np.isfinite(loss)}
         values |= {**self.bad_steps.counts(), **self._metrics_at(step)}
-        if self._timed_steps > self._recorded_steps:
-            values |= self._rates(step)
-        self._recorded_steps = self._timed_steps
-        self._marks.append(Mark(self._ended, self._timed_steps, step))
+        if (mean := self._mean_usage.record(step, self._ended)) is not None:
+            values |= self._rates(step, *mean)
         self._log.write({"step": step} | values)
         if statistics:
             self._alarms.check(step, statistics)
 
-    def _rates(self, step: int) -> dict[str, float]:
-        """Step time, tokens per second, MFU and energy: means since the last record at least _SHORTEST_S ago."""
-        now = self._ended
-        early = [mark for mark in self._marks if now.time_s - mark.usage.time_s >= _SHORTEST_S]
-        self._marks = [*early[-1:], *self._marks[len(early) :]]
-        start = self._marks[0]
-        steps = self._timed_steps - start.timed_steps
-        step_s = (now.time_s - start.usage.time_s) / steps
+    def _rates(self, step: int, step_s: float, energy_j: float) -> dict[str, float]:
+        """Step time, tokens per second, MFU and energy of a record."""
         rates = {"step_s": step_s, "tokens_per_s": self._tokens / step_s}
         if (mfu := self._flops / step_s / self._peak) <= 1:
             rates["mfu"] = mfu
@@ -191,7 +213,7 @@ class Meter:
                 "as the device's peak before the first step, when it was perhaps busy: such steps have no MFU"
             )
         if self._now.counts_energy:
-            rates["energy_j_per_step"] = (now.energy_j - start.usage.energy_j) / steps
+            rates["energy_j_per_step"] = energy_j
         return rates
 
     def _has_loads(self, step: int) -> bool:
