@@ -179,18 +179,7 @@ def _value(name: str, value: Any, hint: Any) -> Any:
             return tuple(_item(f"{name}[{number}]", item, of_item) for number, item in enumerate(items))
         return tuple(_value(name, item, of_item) for item in items)
     if typing.get_origin(hint) is Literal:
-        allowed = typing.get_args(hint)
-        if not any(value == each and type(value) is type(each) for each in allowed):  # true == 1 in Python
-            _refuse_auto(name, value)
-            words = list(map(str, allowed))
-            near = difflib.get_close_matches(
-                str(value)[:_MOST_SHOWN], [*words, "auto"] if name in PLANNED else words, n=1
-            )
-            cure = f": did you mean {near[0]}?" if near else ""
-            if renamed := isinstance(value, str) and RENAMED_VALUES.get((name, value)):
-                cure = f": did you mean {renamed}? It was renamed"
-            raise ConfigError(f"{name}={_short(str(as_yaml(value)))} must be {' or '.join(words)}{cure}")
-        return value
+        return _choice(name, value, typing.get_args(hint))
     if value is None and type(None) in options:
         return None
     if isinstance(value, bool):
@@ -210,6 +199,22 @@ def _value(name: str, value: Any, hint: Any) -> Any:
             )
         return plain_setting(name, value) if names_path(name) else value
     _refuse_auto(name, value)
+    raise _wrong_kind(name, value, options)
+
+
+def _choice(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
+    if any(value == each and type(value) is type(each) for each in allowed):  # true == 1 in Python
+        return value
+    _refuse_auto(name, value)
+    words = list(map(str, allowed))
+    near = difflib.get_close_matches(str(value)[:_MOST_SHOWN], [*words, "auto"] if name in PLANNED else words, n=1)
+    cure = f": did you mean {near[0]}?" if near else ""
+    if renamed := isinstance(value, str) and RENAMED_VALUES.get((name, value)):
+        cure = f": did you mean {renamed}? It was renamed"
+    raise ConfigError(f"{name}={_short(str(as_yaml(value)))} must be {' or '.join(words)}{cure}")
+
+
+def _wrong_kind(name: str, value: Any, options: tuple[Any, ...]) -> ConfigError:
     expected = {
         int: "a whole number",
         float: "a number",
@@ -222,7 +227,7 @@ def _value(name: str, value: Any, hint: Any) -> Any:
         cure = ": did you mean auto?"
     kinds = " or ".join(expected[o] for o in options)
     other = "" if int in options and isinstance(value, float) else f", not {_kind(value)}"  # 0.5 and nan are numbers
-    raise ConfigError(f"{name}={_shown(value)} must be {kinds}{other}{cure}")
+    return ConfigError(f"{name}={_shown(value)} must be {kinds}{other}{cure}")
 
 
 def _item(name: str, values: Any, kind: Any) -> Any:
