@@ -88,6 +88,8 @@ def gradients(params: Params, inputs: StepInputs, context: StepContext) -> tuple
 
     def summed(token_bN1: jax.Array, number: jax.Array | int) -> tuple[Grads, ObjectiveParts]:
         grads, parts = local(token_bN1, number)
+        if context.compute.platform == "cpu":
+            grads = _waiting_for_blocks(grads)
         return sync_gradients(grads, specs, shard_specs, context.compute.platform), parts
 
     part_AbN1 = inputs.in_parts(count)
@@ -97,6 +99,16 @@ def gradients(params: Params, inputs: StepInputs, context: StepContext) -> tuple
         return accumulate(summed, part_AbN1)
     grads, parts = accumulate(local, part_AbN1)
     return sync_gradients(grads, specs, shard_specs, context.compute.platform), parts
+
+
+def _waiting_for_blocks(grads: Grads) -> Grads:
+    """Return gradients that exist only after the loops over blocks have ended, for CPUs (`measure/races.py`).
+
+    The embedding's gradient is the last one. The sum of another one, such as the last norm's, could otherwise run while
+    a block communicates.
+    """
+    last = grads["embedding"]
+    return {name: grad if grad is last else depend_on(grad, last, "cpu") for name, grad in grads.items()}
 
 
 def evaluate(params: Params, inputs: StepInputs, context: StepContext) -> Float[Array, ""]:

@@ -27,7 +27,10 @@ PIPELINED = "mesh.data=1 mesh.pipeline=2 mesh.expert=2 train.grad_accumulation=4
 MIGRATION = "migration.enabled=true migration.payback_steps=null"
 COPIES = "migration.replicas=2 model.moe.capacity_factor=null"
 TWO_STACKS = "model.num_layers=4 model.moe.moe_layer_freq=2 model.moe.first_k_dense_replace=1"
+FEW_TOKENS = "train.batch_size=4 data.seq_len=96"  # with so many, the last norm is summed after the backward loop
 CASES = {
+    "plain, parameters in shards": f"mesh.data=2 mesh.expert=2 {FEW_TOKENS} optimizer.zero=3",
+    "plain, context, moments in shards": f"mesh.data=1 mesh.context=2 mesh.expert=2 {FEW_TOKENS} optimizer.zero=1",
     "ragged, parts": "mesh.data=2 mesh.expert=2 exchange.algorithm=ragged schedule.policy=unified "
     "schedule.microbatches=2 train.grad_accumulation=2 optimizer.zero=1",
     "context, dense block below the loop": "mesh.data=1 mesh.context=2 mesh.expert=2 schedule.policy=unified "
