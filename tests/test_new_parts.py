@@ -18,7 +18,7 @@ from moe_jax.errors import ConfigError
 from moe_jax.plan.exchange import ALGORITHMS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extend.md").read_text()
-FACTS_FROM, OF_LOGITS_FROM = re.findall(r"imported from `([\w.]+)`, and\s`of_logits` from `([\w.]+)`", PAGE)[0]
+FACTS_FROM, OF_LOGITS_FROM = re.findall(r"imported\sfrom\s`([\w.]+)`,\sand\s`of_logits`\sfrom\s`([\w.]+)`", PAGE)[0]
 REGISTRIES = {name: each for name, each in vars(registry).items() if isinstance(each, Registry)}
 # in the words of the page: what its examples do not show
 OTHERS = {
