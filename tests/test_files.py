@@ -69,7 +69,7 @@ def test_a_folder_whose_content_was_interrupted_is_not_there(end: type[BaseExcep
     """By SIGTERM, too, which ends other programs without a word."""
 
     def write() -> None:
-        with write_folder_atomically(tmp_path / "there") as folder:
+        with write_folder_atomically(tmp_path / "in" / "there") as folder:
             (folder / "file").write_text("new")
             if end is SystemExit:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -84,7 +84,7 @@ def test_a_folder_whose_content_was_interrupted_is_not_there(end: type[BaseExcep
     if isinstance(raised.value, SystemExit):
         assert raised.value.code == 128 + signal.SIGTERM
     if isinstance(raised.value, OSError):
-        assert raised.value.filename == str(tmp_path / "there" / "no" / "file")
+        assert raised.value.filename == str(tmp_path / "in" / "there")
 
 
 @pytest.mark.parametrize("existed", [False, True])

@@ -21,7 +21,7 @@ from moe_jax.convert.files import DTYPES, write_weights
 from moe_jax.convert.hf_config import FILE, ConvertError, HfConfig
 from moe_jax.convert.table import ArraySlice, array_slices
 from moe_jax.errors import is_full_disk
-from moe_jax.files.atomic import all_or_nothing, write_folder_atomically, write_together
+from moe_jax.files.atomic import write_folder_atomically, write_together
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _FILES = (
@@ -107,7 +107,7 @@ def write_model(
         "torch_dtype": dtype,
     }
     try:
-        with all_or_nothing(folder), write_folder_atomically(folder) as made:
+        with write_folder_atomically(folder) as made:
             write_weights(made, shapes, types, tensors(), most_bytes)
             (made / FILE).write_text(json.dumps(settings, indent=2) + "\n")
             copy_companion_files(source, made)
@@ -117,8 +117,6 @@ def write_model(
         if is_full_disk(error):
             raise ConvertError(f"{folder}: no room on that disk: free some space, or name another folder") from None
         file, reason = (error.filename, error.strerror) if isinstance(error, OSError) else (None, None)
-        if str(file).startswith(str(folder.with_name(f".{folder.name}-"))):  # of the folder with the unfinished files
-            file = folder
         raise ConvertError(f"{file or folder}: {reason or error}: name another folder") from None
 
 

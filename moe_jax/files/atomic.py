@@ -91,16 +91,17 @@ def write_folder_atomically(output: Path) -> Iterator[Path]:
 
     `output` may be an empty folder. Raises OSError.
     """
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with _sigterm_raises(), tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch:
-        folder = Path(scratch) / output.name
+    prefix = f".{output.name}-"
+    with parent_folders([output]), _sigterm_raises():
         try:
-            folder.mkdir()
-            yield folder
-            folder.rename(output)
-        except OSError as error:  # of a file that nobody will find
-            if error.filename is not None:
-                error.filename = os.fspath(error.filename).replace(str(folder), str(output))
+            with tempfile.TemporaryDirectory(dir=output.parent, prefix=prefix) as scratch:
+                folder = Path(scratch) / output.name
+                folder.mkdir()
+                yield folder
+                folder.rename(output)
+        except OSError as error:
+            if str(error.filename).startswith(str(output.with_name(prefix))):  # a file that nobody will find
+                error.filename = str(output)
             raise
 
 

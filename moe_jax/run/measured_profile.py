@@ -110,7 +110,7 @@ class ProfileGuided:
             self._log.warn(f"{FILE} cannot be written ({reason(error)}): a start after a crash measures again")
 
     def _forget(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # somebody may have changed the file
             if self._left is not None:
                 self._left.finish()
         self._left = None

@@ -277,6 +277,15 @@ def test_a_step_that_ends_its_run_twice_is_measured_no_more(
     assert json.loads((scene.folder / FILE).read_text())["starts_ended"] == 0
 
 
+def test_a_file_that_is_damaged_meanwhile_ends_no_run(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damage(self: ProfileGuided, *_: Any) -> Any:
+        (scene.folder / FILE).write_text("{")
+        yield self._first
+
+    monkeypatch.setattr(ProfileGuided, "_tracing", damage)
+    assert scene.run(0, Source(), last=90)[-1] == "estimated"
+
+
 @pytest.fixture
 def devices_with_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU devices, whose compiler ignores a profile."""
