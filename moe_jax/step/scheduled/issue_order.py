@@ -46,8 +46,8 @@ class IssueOrder:
         self._bounded_before: deque[jax.Array | None] = deque(maxlen=_TASKS_TO_HIDE)
 
     def after(self, x: jax.Array, earlier: jax.Array | None) -> jax.Array:
-        """Return `x` unchanged, but only available after `earlier` exists; arrays without elements are ignored."""
-        return x if earlier is None or not x.size or not earlier.size else depend_on(x, earlier, self._platform)
+        """Return `x` unchanged, but only available after `earlier` exists; None: at once."""
+        return x if earlier is None else depend_on(x, earlier, self._platform)
 
     # compute
 

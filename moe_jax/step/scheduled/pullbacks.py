@@ -106,7 +106,7 @@ class Pullbacks:
         weights = set(map(id, jax.tree.leaves(self._blocks[block])))
 
         def wait(leaf: jax.Array) -> jax.Array:
-            waits = isinstance(leaf, jax.Array) and is_float(leaf) and leaf.size and id(leaf) not in weights
+            waits = isinstance(leaf, jax.Array) and is_float(leaf) and id(leaf) not in weights
             return depend_on(leaf, cotangent, platform) if waits else leaf
 
         return jax.tree.map(wait, pullback)
